@@ -1,0 +1,32 @@
+"""What happened to a job, for its owner to read."""
+
+from typing import Any
+
+from sqlalchemy.orm import Session
+
+from core.contracts.job import EventLevel, EventType
+from core.ids import new_id
+from core.tables import Event, Metric
+
+
+def add_event(
+    session: Session,
+    job_id: str,
+    message: str,
+    *,
+    level: EventLevel = "info",
+    type: EventType = "message",
+    data: dict[str, Any] | None = None,
+) -> Event:
+    """Appends an event; it is visible once the session commits."""
+    event = Event(id=new_id("ftevent"), job_id=job_id, level=level, type=type, message=message, data=data or {})
+    session.add(event)
+    return event
+
+
+def record_metrics(session: Session, job_id: str, step: int, values: dict[str, float]) -> None:
+    """Stores one step's numbers, replacing those of an earlier try at the same step, and appends a metrics event."""
+    session.merge(Metric(job_id=job_id, step=step, values=values))
+    add_event(
+        session, job_id, f"Step {step}: reward {values.get('reward_mean', float('nan')):.3f}", type="metrics", data={"step": step, **values}
+    )

@@ -1,0 +1,212 @@
+"""Values and protocols of the engine. No torch here: workers and the API import this module.
+
+Dimensions: G completions of a group, T tokens of one sequence.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from core.contracts import LoraSettings, OptimizerSettings
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+FinishReason = Literal["stop", "length"]
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class BaseModelInfo:
+    """The base that the engine holds."""
+
+    name: str
+    digest: str
+    """SHA-256 over its weights files and config, hex."""
+    num_layers: int
+    vocab_size: int
+    max_model_len: int
+    """Tokens of prompt and completion together."""
+    device: str
+    dtype: str
+    eos_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one completion is sampled."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    """0 is greedy; logprobs are then taken at temperature 1."""
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+    """Fixes the completion whatever else is in the batch (up to the numerics of the batch's shape)."""
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One prompt and the completions wanted of it, one per params (each with a seed of its own)."""
+
+    prompt_tokens: IntArray
+    params: tuple[SamplingParams, ...]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion."""
+
+    tokens: IntArray
+    """T ids, the EOS that ended it included; a stop string's tokens are kept here (they were sampled) and cut from `text`."""
+    logprobs: FloatArray
+    """T values, nats, under the sampling policy at the sampling temperature (before top-p)."""
+    text: str
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class TrainGroup:
+    """One prompt and its completions: the unit of packing, since the prompt is computed once."""
+
+    prompt_tokens: IntArray
+    completions: tuple[IntArray, ...]
+    """G arrays of token ids."""
+    advantages: FloatArray
+    """G values; reward minus group mean, scaled where the algorithm scales. Ignored by `forward`."""
+    weights: FloatArray
+    """G values; what each token of that completion weighs in the loss's sum (1 / its length, or 1)."""
+    old_logprobs: tuple[FloatArray, ...] | None = None
+    """Per completion T values under the policy that sampled; None on the first update after a rollout: the policy itself."""
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The clipped group-relative loss of one batch; see `engine.losses.grpo_loss`."""
+
+    clip_low: float
+    clip_high: float
+    beta: float
+    denominator: float
+    """Number that the weighted sum over tokens is divided by; of the global batch, so micro-batching can't change gradients."""
+    temperature: float
+    """Sampling temperature; logits are divided by it on both sides."""
+
+
+@dataclass(frozen=True)
+class ForwardBackwardResult:
+    """What one forward_backward did; gradients stay in the engine until `optim_step`."""
+
+    loss: float
+    num_tokens: int
+    """Completion tokens trained on."""
+    logprobs: tuple[tuple[FloatArray, ...], ...]
+    """Per group, per completion: T logprobs under the current policy at the temperature, nats."""
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Token means: ratio, clip_fraction, kl (k3 estimate against the reference, nats; 0 when beta is 0), entropy (nats)."""
+
+
+@dataclass(frozen=True)
+class OptimResult:
+    """What one optimizer step did."""
+
+    step: int
+    """Optimizer steps of this adapter so far."""
+    grad_norm: float
+    """Global L2 norm before clipping."""
+    fingerprint: str
+    """SHA-256 over the adapter's factors after the step; changes at every step with a non-zero gradient."""
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """An adapter as the engine holds it."""
+
+    adapter_id: str
+    step: int
+    num_params: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """An adapter in the form that leaves the engine."""
+
+    weights: bytes
+    """safetensors, float32, PEFT's key names, sorted keys."""
+    config: Mapping[str, Any]
+    """PEFT's adapter_config.json as a value."""
+    fingerprint: str
+
+
+class Trainer(Protocol):
+    """Trains adapters over one frozen base. Two exist: torch (one device) and, later, megatron.
+
+    Methods that compute long are generators: they yield between micro-batches so that the host can let others compute, and return
+    their result. One thread calls them.
+    Errors: KeyError-free; an unknown adapter is `core.errors.NotFound` (code adapter_not_loaded), bad shapes `core.errors.InvalidInput`.
+    """
+
+    base: BaseModelInfo
+
+    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+        """Makes (or replaces) an adapter: fresh (A random by `seed`, B zero) or from PEFT safetensors `weights`.
+
+        With `weights` the reference policy is a frozen copy of them, so KL at step 0 is 0; else the bare base.
+        """
+        ...
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """Frees its memory; dropping what is not there is no error."""
+        ...
+
+    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> Iterator[None]:
+        """Per-token logprobs without gradients (generator returning tuple[tuple[FloatArray, ...], ...]); None is the bare base."""
+        ...
+
+    def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> Iterator[None]:
+        """Adds the batch's gradients to the adapter's (generator returning ForwardBackwardResult)."""
+        ...
+
+    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+        """One AdamW step on the accumulated gradients, clipped; then gradients are zero.
+
+        `learning_rate` is this step's, after multiplier, warm-up and schedule.
+        """
+        ...
+
+    def save(self, adapter_id: str) -> SavedAdapter:
+        """The adapter for the registry."""
+        ...
+
+    def save_state(self, adapter_id: str) -> bytes:
+        """Everything that a resumed run needs: factors, moments, step, the reference's factors, settings (safetensors with metadata)."""
+        ...
+
+    def load_state(self, adapter_id: str, state: bytes) -> AdapterInfo:
+        """Makes (or replaces) an adapter from `save_state`'s bytes."""
+        ...
+
+
+class Rollouts(Protocol):
+    """Samples completions. Two exist: `local` (in the trainer's process, on its weights) and `vllm`."""
+
+    def sync(self, adapter_id: str) -> str:
+        """Makes the adapter's current factors the ones sampled from.
+
+        Returns:
+            The fingerprint of what the sampler holds. Equal to the trainer's, or the sync failed.
+        Raises:
+            core.errors.Unavailable: the sampler holds something else, or does not answer.
+        """
+        ...
+
+    def drop(self, adapter_id: str) -> None:
+        """Forgets an adapter; forgetting what is not there is no error."""
+        ...
+
+    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+        """Completions, per request one per params, in order. None samples the bare base."""
+        ...
