@@ -29,7 +29,7 @@ class Scope:
     project: str
     api_key_id: str
 
-    def select(self, table: type[T]) -> Select[tuple[T]]:
+    def select(self, table: type[T]) -> Select[T]:
         """A SELECT over this project's rows only."""
         return select(table).where(table.tenant_id == self.tenant_id, table.project_id == self.project_id)
 

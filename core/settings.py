@@ -13,50 +13,58 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix="ESPALIER_", frozen=True, extra="ignore")
 
-    data_dir: Path = Field(Path(".espalier"), description="Folder that holds all state of the embedded platform.")
-    database_url: str | None = Field(None, description="SQLAlchemy URL; default SQLite in the data folder.")
-    broker_url: str | None = Field(None, description="Redis URL; default the Redis-protocol server that `espalier up` starts.")
-    redis_port: int = Field(6390, description="Port of the Redis-protocol server that `espalier up` starts.")
+    data_dir: Path = Field(default=Path(".espalier"), description="Folder that holds all state of the embedded platform.")
+    database_url: str | None = Field(default=None, description="SQLAlchemy URL; default SQLite in the data folder.")
+    broker_url: str | None = Field(default=None, description="Redis URL; default the Redis-protocol server that `espalier up` starts.")
+    redis_port: int = Field(default=6390, description="Port of the Redis-protocol server that `espalier up` starts.")
     store_url: str | None = Field(
-        None, description="Object store: a folder, file:// or s3://bucket/prefix; default a folder in the data folder."
+        default=None, description="Object store: a folder, file:// or s3://bucket/prefix; default a folder in the data folder."
     )
-    admin_key: SecretStr | None = Field(None, description="Key of the platform's operator; `espalier up` makes one in the data folder.")
+    admin_key: SecretStr | None = Field(
+        default=None, description="Key of the platform's operator; `espalier up` makes one in the data folder."
+    )
 
-    api_host: str = Field("127.0.0.1", description="Address the API listens on.")
-    api_port: int = Field(8000, description="Port the API listens on.")
+    api_host: str = Field(default="127.0.0.1", description="Address the API listens on.")
+    api_port: int = Field(default=8000, description="Port the API listens on.")
     engine_host: str = Field(
-        "127.0.0.1", description="Address the engine host listens on; it has no authentication of its own, keep it private."
+        default="127.0.0.1", description="Address the engine host listens on; it has no authentication of its own, keep it private."
     )
-    engine_port: int = Field(8100, description="Port the engine host listens on.")
-    engine_url: str | None = Field(None, description="Where workers reach the engine host; default the local one.")
-    replica_urls: str | None = Field(None, description="Comma-separated serving replicas (vLLM or engine hosts); default the engine host.")
+    engine_port: int = Field(default=8100, description="Port the engine host listens on.")
+    engine_url: str | None = Field(default=None, description="Where workers reach the engine host; default the local one.")
+    replica_urls: str | None = Field(
+        default=None, description="Comma-separated serving replicas (vLLM or engine hosts); default the engine host."
+    )
 
-    base_model_name: str = Field("SmolLM2-135M-Instruct", description="Name of the base model in every request.")
+    base_model_name: str = Field(default="SmolLM2-135M-Instruct", description="Name of the base model in every request.")
     base_model_path: str | None = Field(
-        None,
+        default=None,
         description="Folder with config.json, tokenizer and safetensors; default SmolLM2-135M-Instruct converted from its pip package.",
     )
-    device: Literal["auto", "cpu", "cuda", "npu"] = Field("auto", description="Where the engine computes.")
+    device: Literal["auto", "cpu", "cuda", "npu"] = Field(default="auto", description="Where the engine computes.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "auto", description="Precision of the base; auto is bfloat16 on an accelerator or a CPU with native bf16, else float32."
+        default="auto", description="Precision of the base; auto is bfloat16 on an accelerator or a CPU with native bf16, else float32."
     )
-    num_threads: int | None = Field(None, description="Threads of the engine's one compute team; default the cores this process may use.")
-    max_num_seqs: int = Field(64, description="Sequences decoded at once by the local rollouts. 1 makes numerics independent of the batch.")
-    micro_batch_tokens: int = Field(2048, description="Tokens in one packed forward and backward; bounds memory.")
-    max_model_len: int = Field(2048, description="Tokens of prompt and completion together.")
+    num_threads: int | None = Field(
+        default=None, description="Threads of the engine's one compute team; default the cores this process may use."
+    )
+    max_num_seqs: int = Field(
+        default=64, description="Sequences decoded at once by the local rollouts. 1 makes numerics independent of the batch."
+    )
+    micro_batch_tokens: int = Field(default=2048, description="Tokens in one packed forward and backward; bounds memory.")
+    max_model_len: int = Field(default=2048, description="Tokens of prompt and completion together.")
     max_serving_adapters: int = Field(
-        16, description="Adapters that the local engine keeps loaded for serving (least recently used leave)."
+        default=16, description="Adapters that the local engine keeps loaded for serving (least recently used leave)."
     )
 
-    rollouts: Literal["local", "vllm"] = Field("local", description="What samples for training jobs.")
-    vllm_url: str | None = Field(None, description="The vLLM server that samples when rollouts is vllm.")
+    rollouts: Literal["local", "vllm"] = Field(default="local", description="What samples for training jobs.")
+    vllm_url: str | None = Field(default=None, description="The vLLM server that samples when rollouts is vllm.")
 
-    lease_ttl_s: float = Field(30.0, description="Seconds without a heartbeat after which a job's holder counts as dead.")
-    heartbeat_s: float = Field(5.0, description="Seconds between heartbeats of a job's holder.")
-    sweep_interval_s: float = Field(10.0, description="Seconds between sweeps that re-dispatch what lost its holder.")
-    max_job_deaths: int = Field(3, description="Holders that may die on one job before it fails.")
-    worker_concurrency: int = Field(4, description="Jobs that one worker runs side by side.")
-    max_upload_bytes: int = Field(512 * 2**20, description="Largest accepted file.")
+    lease_ttl_s: float = Field(default=30.0, description="Seconds without a heartbeat after which a job's holder counts as dead.")
+    heartbeat_s: float = Field(default=5.0, description="Seconds between heartbeats of a job's holder.")
+    sweep_interval_s: float = Field(default=10.0, description="Seconds between sweeps that re-dispatch what lost its holder.")
+    max_job_deaths: int = Field(default=3, description="Holders that may die on one job before it fails.")
+    worker_concurrency: int = Field(default=4, description="Jobs that one worker runs side by side.")
+    max_upload_bytes: int = Field(default=512 * 2**20, description="Largest accepted file.")
 
     @cached_property
     def resolved_database_url(self) -> str:

@@ -210,3 +210,60 @@ class Rollouts(Protocol):
     async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
         """Completions, per request one per params, in order. None samples the bare base."""
         ...
+
+
+class Verbs(Protocol):
+    """The verbs as a GRPO job calls them: `engine.client.EngineClient` over HTTP, or anything that stands in for it.
+
+    Mutating verbs are idempotent over the wire (a repeated call after a lost answer is done once). Errors are core.errors:
+    NotFound (code adapter_not_loaded) when the engine was restarted and lost the adapter, Unavailable when it does not answer,
+    LeaseLost when a newer holder of the job has spoken.
+    """
+
+    def info(self) -> BaseModelInfo:
+        """What the engine holds."""
+        ...
+
+    def render(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        """Token ids of each conversation by the base's chat template, the assistant's turn opened at the end."""
+        ...
+
+    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+        """See Trainer."""
+        ...
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """Frees it in the trainer and in the rollouts."""
+        ...
+
+    def sync(self, adapter_id: str) -> str:
+        """See Rollouts; call after create_adapter, load_state and each optim_step, before sample."""
+        ...
+
+    def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+        """See Rollouts."""
+        ...
+
+    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> tuple[tuple[FloatArray, ...], ...]:
+        """See Trainer."""
+        ...
+
+    def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> ForwardBackwardResult:
+        """See Trainer."""
+        ...
+
+    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+        """See Trainer."""
+        ...
+
+    def save(self, adapter_id: str) -> SavedAdapter:
+        """See Trainer."""
+        ...
+
+    def save_state(self, adapter_id: str) -> bytes:
+        """See Trainer."""
+        ...
+
+    def load_state(self, adapter_id: str, state: bytes) -> AdapterInfo:
+        """See Trainer."""
+        ...

@@ -46,6 +46,7 @@ def _encode(value: object) -> object:
         if value.dtype.name not in _DTYPES:
             raise TypeError(f"arrays of {value.dtype} don't travel; use one of {_DTYPES}")
         header = msgpack.packb([value.dtype.name, list(value.shape)])
+        assert header is not None
         return msgpack.ExtType(_ARRAY, len(header).to_bytes(2, "little") + header + np.ascontiguousarray(value).tobytes())
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")

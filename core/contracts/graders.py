@@ -37,7 +37,7 @@ class MultiGrader(Contract):
     """Several graders and a formula over their names."""
 
     type: Literal["multi"]
-    name: str = Field("multi", min_length=1, max_length=64, description="Name of the whole.")
+    name: str = Field(default="multi", min_length=1, max_length=64, description="Name of the whole.")
     graders: dict[str, Grader] = Field(min_length=1, max_length=32, description="Parts by the name that the formula uses.")
     calculate_output: str = Field(
         min_length=1,

@@ -47,10 +47,12 @@ class JobSpec(Contract):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     checkpoint_interval: int = Field(
-        5, ge=1, description="Optimizer steps between checkpoints. 5: at most that much work is done twice after a crash."
+        default=5, ge=1, description="Optimizer steps between checkpoints. 5: at most that much work is done twice after a crash."
     )
-    num_steps: int | None = Field(None, ge=1, le=100_000, description="Optimizer steps; default n_epochs over the file.")
-    start_from: str | None = Field(None, description="Digest of the adapter version that training continues from; default a new adapter.")
+    num_steps: int | None = Field(default=None, ge=1, le=100_000, description="Optimizer steps; default n_epochs over the file.")
+    start_from: str | None = Field(
+        default=None, description="Digest of the adapter version that training continues from; default a new adapter."
+    )
 
     @property
     def num_epochs(self) -> int:
