@@ -20,6 +20,12 @@ class Settings(BaseSettings):
     store_url: str | None = Field(
         default=None, description="Object store: a folder, file:// or s3://bucket/prefix; default a folder in the data folder."
     )
+    s3_endpoint: str | None = Field(
+        default=None, description="URL of an S3-compatible store; default AWS. http:// is allowed, for a store inside the cluster."
+    )
+    s3_region: str = Field(default="us-east-1", description="Region of the bucket; most S3-compatible stores take any.")
+    s3_access_key_id: str | None = Field(default=None, description="S3 key id; default what the machine's own AWS configuration gives.")
+    s3_secret_access_key: SecretStr | None = Field(default=None, description="S3 secret that goes with s3_access_key_id.")
     admin_key: SecretStr | None = Field(
         default=None, description="Key of the platform's operator; `espalier up` makes one in the data folder."
     )

@@ -3,6 +3,7 @@
 from core.contracts.base import Contract
 from core.contracts.graders import Grader, MultiGrader, StringCheckGrader, TextMetric, TextSimilarityGrader
 from core.contracts.job import TERMINAL, EventLevel, EventType, JobSpec, JobStatus, ReinforcementSettings
+from core.contracts.lineage import Lineage
 from core.contracts.training import (
     ALL_LINEAR,
     AlgorithmSettings,
@@ -15,6 +16,6 @@ from core.contracts.training import (
 
 __all__ = [
     "ALL_LINEAR", "TERMINAL", "AlgorithmSettings", "Contract", "EventLevel", "EventType", "Grader", "Hyperparameters", "JobSpec",
-    "JobStatus", "LoraSettings", "MultiGrader", "OptimizerSettings", "ReinforcementSettings", "RolloutSettings", "StringCheckGrader",
+    "JobStatus", "Lineage", "LoraSettings", "MultiGrader", "OptimizerSettings", "ReinforcementSettings", "RolloutSettings", "StringCheckGrader",
     "TargetModule", "TextMetric", "TextSimilarityGrader",
 ]  # fmt: skip
