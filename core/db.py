@@ -1,6 +1,6 @@
 """Sessions. One request is one transaction; what must be told to others is told after the commit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
@@ -60,7 +60,7 @@ def dispose_engine() -> None:
 
 
 @contextmanager
-def session_scope(*, readonly: bool = False) -> Iterator[Session]:
+def session_scope(*, readonly: bool = False) -> Generator[Session]:
     """A transaction: committed at the end, rolled back on any exception.
 
     Args:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from sqlalchemy import select, update
+from sqlalchemy import CursorResult, select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -82,5 +82,6 @@ def is_live(session: Session, resource: str) -> bool:
 def _fenced_update(session: Session, held: Held, **values: object) -> None:
     statement = update(Lease).where(Lease.resource == held.resource, Lease.token == held.token, Lease.holder == held.holder)
     result = session.execute(statement.values(**values))
+    assert isinstance(result, CursorResult)
     if result.rowcount != 1:
         raise LeaseLost(f"Lease on {held.resource} with token {held.token} was taken over; this holder stops.")

@@ -1,0 +1,115 @@
+"""The frozen base: a transformers model whose linear layers route rows to adapters and whose attention is ours.
+
+transformers gives the architecture (norms, rotary embedding, MLP) for Llama, Qwen2, Qwen3 and their like; the attention is a function
+that it lets us register, so that packed training batches and cached decoding run through the same layers.
+Dimensions: N packed tokens, H hidden, Q query heads, K key-value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from core.errors import InvalidInput
+from engine.device import Device
+from engine.lora import LoraLinear, Router, Segment
+
+ATTENTION_NAME = "espalier"
+
+
+class Attention(Protocol):
+    """How one packed batch attends."""
+
+    def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
+        """Rotated queries and keys of the packed batch -> outputs [N, Q, D]."""
+        ...
+
+
+class _Active:
+    """The attention of the forward that is running; one thread computes, so one is enough."""
+
+    attention: Attention | None = None
+
+
+@contextmanager
+def _attending(attention: Attention) -> Generator[None]:
+    before = _Active.attention
+    _Active.attention = attention
+    try:
+        yield
+    finally:
+        _Active.attention = before
+
+
+def _attention_function(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *, scaling: float, **_: object
+) -> tuple[Tensor, None]:
+    """transformers' interface: [1, heads, N, D] in, [1, N, Q, D] out."""
+    assert _Active.attention is not None, "the base is only called through BaseModel.hidden"
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    out_NQD = _Active.attention.attend(layer, query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scaling)
+    return out_NQD.unsqueeze(0), None
+
+
+def _no_mask(*_args: object, **_kwargs: object) -> None:
+    return None
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_function)
+ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
+
+
+class BaseModel:
+    """One copy of the base's weights for policy, reference, rollouts and serving.
+
+    Args:
+        folder: config.json and safetensors.
+    Raises:
+        InvalidInput: an architecture whose layers this engine doesn't know.
+    """
+
+    def __init__(self, folder: Path, device: Device) -> None:
+        self.device = device
+        causal: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=device.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+        )
+        causal.requires_grad_(False)
+        causal.eval()
+        causal.to(device.torch)
+        self.config: Any = causal.config
+        self.router = Router()
+        self._stack: nn.Module = causal.model
+        self.lm_head_VH: Tensor = causal.lm_head.weight
+        self.layers = self._wrap_linears()
+        self.num_layers = int(self.config.num_hidden_layers)
+        self.num_kv_heads = int(self.config.num_key_value_heads)
+        self.head_dim = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
+        self.vocab_size = int(self.lm_head_VH.shape[0])
+
+    def hidden(self, tokens_N: Tensor, positions_N: Tensor, attention: Attention, segments: Sequence[Segment]) -> Tensor:
+        """Final hidden states (after the last norm) of a packed batch, [N, H].
+
+        Gradients flow to the segments' factors where enabled; the base has none.
+        """
+        with self.router.routed(segments), _attending(attention):
+            output: Any = self._stack(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
+        return output.last_hidden_state[0]
+
+    def _wrap_linears(self) -> dict[str, tuple[int, int]]:
+        """Puts a LoraLinear over every linear layer of the stack; returns (inputs, outputs) by name."""
+        found = {name: module for name, module in self._stack.named_modules() if isinstance(module, nn.Linear)}
+        if not found:
+            raise InvalidInput(
+                f"{type(self._stack).__name__} has no linear layer to adapt; use a dense Llama, Qwen2 or Qwen3.", param="base_model"
+            )
+        for name, module in found.items():
+            parent, _, leaf = name.rpartition(".")
+            setattr(self._stack.get_submodule(parent), leaf, LoraLinear(module, name, self.router))
+        return {name: (module.in_features, module.out_features) for name, module in found.items()}
