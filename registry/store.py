@@ -71,7 +71,8 @@ class ObjectStore:
                 spool.write(chunk)
             spool.seek(0)
             sha256 = digest.hexdigest()
-            self._put_unless_there(sha256, iter(lambda: spool.read(CHUNK_BYTES), b""), num_bytes)
+            content = spool.read() if num_bytes <= SPOOL_BYTES else iter(lambda: spool.read(CHUNK_BYTES), b"")
+            self._put_unless_there(sha256, content, num_bytes)
         return sha256, num_bytes
 
     def get_blob(self, sha256: str) -> bytes:
