@@ -65,9 +65,9 @@ class Settings(BaseSettings):
     rollouts: Literal["local", "vllm"] = Field(default="local", description="What samples for training jobs.")
     vllm_url: str | None = Field(default=None, description="The vLLM server that samples when rollouts is vllm.")
     resolver_cache: Path | None = Field(
-        None, description="Folder in which a vLLM server keeps the adapters it fetched, its own alone; default one in the data folder."
+        default=None, description="Folder for the adapters that a vLLM server fetched, one server's alone; default one in the data folder."
     )
-    resolver_cache_bytes: int = Field(8 * 2**30, description="Bound on that folder; the least recently used adapters leave.")
+    resolver_cache_bytes: int = Field(default=8 * 2**30, description="Bound on that folder; the least recently used adapters leave.")
 
     lease_ttl_s: float = Field(default=30.0, description="Seconds without a heartbeat after which a job's holder counts as dead.")
     heartbeat_s: float = Field(default=5.0, description="Seconds between heartbeats of a job's holder.")

