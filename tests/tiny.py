@@ -8,8 +8,11 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, *, num_layers: int = 2, seed: int = 0) -> Path:
-    """Writes a Llama with grouped-query attention (hidden 64, 4 heads of 16, 2 KV heads, vocabulary of 259) in fp32."""
+def write_tiny_model(folder: Path, *, num_layers: int = 2, num_heads: int = 4, seed: int = 0) -> Path:
+    """Writes a Llama with grouped-query attention (hidden 64, 2 query heads a KV head, vocabulary of 259) in fp32.
+
+    vLLM on CPU computes no heads narrower than 32: 2 heads for it.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -26,8 +29,8 @@ def write_tiny_model(folder: Path, *, num_layers: int = 2, seed: int = 0) -> Pat
     fast.chat_template = CHAT_TEMPLATE
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(vocab), hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True,
+        vocab_size=len(vocab), hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=num_heads,
+        num_key_value_heads=num_heads // 2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True,
         initializer_range=0.2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.float32)

@@ -1,0 +1,22 @@
+"""How every benchmark prints: a table for people, and with --json one object as the last line."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on standard output."""
+    table = Table(title=title, title_justify="left")
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index == 0 else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
+
+
+def print_json(values: Mapping[str, object]) -> None:
+    """The last line of a benchmark that was called with --json."""
+    print(json.dumps(values))
