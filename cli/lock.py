@@ -16,7 +16,7 @@ def _lock_path(data_dir: Path) -> Path:
 
 
 def _status_path(data_dir: Path) -> Path:
-    return data_dir / "up.json"
+    return data_dir / "status.json"
 
 
 @contextmanager

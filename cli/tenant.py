@@ -39,7 +39,7 @@ def create_tenant(tenant: str, project: str, *, key_name: str, new_key: bool, js
             _, key = create_key(session, found.project, key_name)
         result = {
             "tenant": tenant, "tenant_id": found.tenant.id, "tenant_created": found.tenant_created,
-            "project": project, "project_id": found.project.id, "project_created": found.project_created, "api_key": key,
+            "project": project, "project_id": found.project.id, "project_created": found.project_created, "key": key,
         }  # fmt: skip
     if json:
         print(jsonlib.dumps(result))
