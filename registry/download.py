@@ -108,7 +108,11 @@ def _segments(manifest: Manifest, entries: list[FileEntry]) -> list[_Segment]:
         info.size, info.mode = entry.num_bytes, _FILE_MODE
         header = info.tobuf(tarfile.USTAR_FORMAT)
         padding = bytes(-entry.num_bytes % _BLOCK_BYTES)
-        segments += [_Segment(len(header), literal=header), _Segment(entry.num_bytes, sha256=entry.sha256), _Segment(len(padding), literal=padding)]
+        segments += [
+            _Segment(len(header), literal=header),
+            _Segment(entry.num_bytes, sha256=entry.sha256),
+            _Segment(len(padding), literal=padding),
+        ]
     end = bytes(2 * _BLOCK_BYTES)
     return [*segments, _Segment(len(end), literal=end)]
 

@@ -77,5 +77,7 @@ def _by_alias(versions: Select[AdapterVersion], adapter: Adapter, alias: str) ->
 
 def _unknown(name: str) -> NotFound:
     return NotFound(
-        f"The model {name!r} does not exist in this project; list the models to see what it can call.", param="model", code="model_not_found"
+        f"The model {name!r} does not exist in this project; list the models to see what it can call.",
+        param="model",
+        code="model_not_found",
     )

@@ -1,6 +1,7 @@
 """The names that adapters go by. No database here: anything may import this.
 
-In requests: `project/adapter`, or `adapter` for one of the caller's own project, each with an optional `@alias`, `@number` or `@digest prefix`.
+In requests: `project/adapter`, or `adapter` for one of the caller's own project, each with an optional `@alias`, `@number` or
+`@digest prefix`.
 On replicas: `<tenant_id>/<project>/<adapter>@<digest>`, see `registry.replica_name`.
 """
 

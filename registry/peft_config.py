@@ -1,7 +1,7 @@
 """PEFT's adapter_config.json: what is accepted, and the canonical form that is stored.
 
-The stored config is made of known fields only, so nothing that came in with an adapter (an import path, a hub id to fetch) reaches a loader.
-What the engine or vLLM could not apply exactly is refused here, by name.
+The stored config is made of known fields only, so nothing that came in with an adapter (an import path, a hub id to fetch) reaches a
+loader. What the engine or vLLM could not apply exactly is refused here, by name.
 """
 
 import json
@@ -128,7 +128,9 @@ def parse_config(config: Mapping[str, Any] | bytes) -> PeftConfig:
 
 def _load(data: bytes) -> dict[str, Any]:
     if len(data) > MAX_CONFIG_BYTES:
-        raise InvalidInput(f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes.", param="adapter_config.json", code="invalid_adapter")
+        raise InvalidInput(
+            f"adapter_config.json is larger than {MAX_CONFIG_BYTES} bytes.", param="adapter_config.json", code="invalid_adapter"
+        )
     try:
         value: Any = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -142,7 +144,7 @@ def _load(data: bytes) -> dict[str, Any]:
 def _targets(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple, set, frozenset)) or not value:
         raise _refuse("target_modules", f"is {_short(value)}; list the modules by name, at least one")
-    names = cast("list[Any]", list(cast("Any", value)))
+    names: list[Any] = list(cast("Any", value))
     unknown = sorted({str(name) for name in names if name not in TARGETS})
     if unknown:
         raise _refuse("target_modules", f"names {', '.join(unknown)}, which can't be served; known are {', '.join(sorted(TARGETS))}")
@@ -161,7 +163,7 @@ def _pattern(value: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _match(pattern: Mapping[str, Any], module: str) -> str | None:
-    """The key that PEFT would apply (a whole path or a dotted suffix); where several fit, the order of keys would decide, so they must agree."""
+    """The key that PEFT would apply (a whole path or a dotted suffix); where several fit, their order would decide, so they must agree."""
     keys = [key for key in pattern if module == key or module.endswith("." + key)]
     if len({pattern[key] for key in keys}) > 1:
         raise _refuse("rank_pattern", f"or alpha_pattern gives {module} several values by {', '.join(sorted(keys))}; leave one")

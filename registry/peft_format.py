@@ -97,7 +97,7 @@ def _count_layers(tensors: Mapping[str, TensorEntry]) -> int:
 def _check_keys(tensors: Mapping[str, TensorEntry], expected: set[str]) -> None:
     missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if len(missing) == len(expected):
-        raise refuse(f"The adapter applies to no module: it has none of the expected keys, such as {missing[0]!r}; it has {_named(unexpected)}.")
+        raise refuse(f"The adapter applies to no module: it has no key such as {missing[0]!r}; it has {_named(unexpected)}.")
     if missing:
         raise refuse(f"The weights lack {len(missing)} tensors that the config's target modules need: {_named(missing)}.")
     if unexpected:
@@ -112,8 +112,8 @@ def _named(keys: list[str]) -> str:
 def _check_scaling(settings: PeftConfig, module: str) -> None:
     if abs(settings.scaling_of(module) - settings.scaling) > 1e-9 * settings.scaling:
         raise refuse(
-            f"Module {module} is scaled by {settings.scaling_of(module):g} and the others by {settings.scaling:g}; servers apply one scaling "
-            "to all. Give rank_pattern and alpha_pattern entries the same alpha / r."
+            f"Module {module} is scaled by {settings.scaling_of(module):g} and the others by {settings.scaling:g}; servers apply one "
+            "scaling to all. Give rank_pattern and alpha_pattern entries the same alpha / r."
         )
 
 

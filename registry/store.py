@@ -1,16 +1,16 @@
 """The object store: a folder or an S3 bucket, by one small interface.
 
-Blobs are content-addressed (`blobs/sha256/<hh>/<hex>`), so writing one twice is harmless and every read can be checked. Every write is atomic:
-a reader sees the whole object or none (obstore stages and renames in a folder; S3 does it itself).
+Blobs are content-addressed (`blobs/sha256/<hh>/<hex>`), so writing one twice is harmless and every read can be checked. Every write is
+atomic: a reader sees the whole object or none (obstore stages and renames in a folder; S3 does it itself).
 """
 
 import contextlib
 import hashlib
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -66,7 +66,8 @@ class ObjectStore:
             for chunk in chunks:
                 num_bytes += len(chunk)
                 if limit_bytes is not None and num_bytes > limit_bytes:
-                    raise InvalidInput(f"The content is larger than the {limit_bytes} bytes allowed; split it.", param="file", code="too_large")
+                    message = f"The content is larger than the {limit_bytes} bytes allowed; split it."
+                    raise InvalidInput(message, param="file", code="too_large")
                 digest.update(chunk)
                 spool.write(chunk)
             spool.seek(0)
@@ -181,7 +182,7 @@ def _open_s3(*, bucket: str, prefix: str) -> S3Store:
     if settings.s3_access_key_id and settings.s3_secret_access_key:
         options["access_key_id"] = settings.s3_access_key_id
         options["secret_access_key"] = settings.s3_secret_access_key.get_secret_value()
-    return cast("S3Store", S3Store(bucket, prefix=prefix or None, **options))
+    return S3Store(bucket, prefix=prefix or None, **options)
 
 
 def _checked_key(key: str) -> str:
@@ -197,7 +198,7 @@ def _checked_blob_key(sha256: str) -> str:
 
 
 @contextlib.contextmanager
-def _translated(key: str) -> Iterator[None]:
+def _translated(key: str) -> Generator[None]:
     try:
         yield
     except FileNotFoundError as error:

@@ -1,5 +1,6 @@
 """Publishing: an adapter becomes an immutable version. Content first, row last, so that no crash leaves half a version to be seen."""
 
+import contextlib
 from typing import Literal
 
 from sqlalchemy import func, select
@@ -81,17 +82,17 @@ def publish(
 
 def _locked_adapter(session: Session, *, tenant_id: str, project_id: str, name: str, base_model: str) -> Adapter:
     """The adapter's row, locked until the transaction ends (on SQLite the whole database is), so that numbers are given one by one."""
-    statement = select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.project_id == project_id, Adapter.name == name).with_for_update()
+    own = select(Adapter).where(Adapter.tenant_id == tenant_id, Adapter.project_id == project_id, Adapter.name == name)
+    statement = own.with_for_update()
     adapter = session.scalar(statement)
     if adapter is None:
-        try:
-            with session.begin_nested():
-                session.add(Adapter(id=new_id("adapter"), tenant_id=tenant_id, project_id=project_id, name=name, base_model=base_model))
-        except IntegrityError:
-            pass  # another first publish won the name; its row is locked below once it commits
+        # Another first publish may win the name; its row is there, and locked below, once it has committed.
+        with contextlib.suppress(IntegrityError), session.begin_nested():
+            session.add(Adapter(id=new_id("adapter"), tenant_id=tenant_id, project_id=project_id, name=name, base_model=base_model))
         adapter = session.scalars(statement).one()
     if adapter.base_model != base_model:
         raise Conflict(
-            f"Adapter {name!r} is of base model {adapter.base_model!r}, this one of {base_model!r}; publish it under another name.", param="adapter"
+            f"Adapter {name!r} is of base model {adapter.base_model!r}, not {base_model!r}; publish it under another name.",
+            param="adapter",
         )
     return adapter
