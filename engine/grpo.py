@@ -27,6 +27,7 @@ from engine.types import (
     ForwardBackwardResult,
     IntArray,
     LossSettings,
+    Message,
     SampleRequest,
     SamplingParams,
     TrainGroup,
@@ -39,9 +40,9 @@ MAX_EXCLUDED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One row of a training or validation file, ready to sample from."""
+    """One row of a training or validation file."""
 
-    prompt_tokens: IntArray
+    messages: tuple[Message, ...]
     item: Mapping[str, Any]
     """The row's fields beside messages."""
 
@@ -204,7 +205,8 @@ class GrpoLoop:
             InvalidInput: as `run_step`.
         """
         params = _params(self._spec.rollout, seed=0, temperature=0.0)
-        completions = self._verbs.sample(self._adapter_id, [SampleRequest(row.prompt_tokens, (params,)) for row in self._validation_rows])
+        prompts = self._verbs.render([row.messages for row in self._validation_rows])
+        completions = self._verbs.sample(self._adapter_id, [SampleRequest(prompt, (params,)) for prompt in prompts])
         grades = [self._grade(row, done[0]) for row, done in zip(self._validation_rows, completions, strict=True)]
         num_excluded = _count_excluded(grades)
         rewards = [g.reward for g in grades if g.reward is not None]
@@ -213,26 +215,27 @@ class GrpoLoop:
     def _rollout(self, step: int) -> tuple[list[GradedGroup], int, dict[str, float]]:
         started = time.perf_counter()
         spec = self._spec
+        indices = rows_of_step(spec.seed, len(self._rows), spec.prompts_per_step(len(self._rows)), step)
+        rows = [self._rows[index] for index in indices]
+        prompts = self._verbs.render([row.messages for row in rows])
         seen: Counter[int] = Counter()
-        rows: list[PromptRow] = []
         requests: list[SampleRequest] = []
-        for index in rows_of_step(spec.seed, len(self._rows), spec.prompts_per_step(len(self._rows)), step):
+        for index, prompt in zip(indices, prompts, strict=True):
             # A row that ends one epoch and begins the next comes twice in a step; its completions must differ.
             first = seen[index] * spec.group_size
             seen[index] += 1
             seeds = [sample_seed(spec.seed, step, index, first + k) for k in range(spec.group_size)]
-            rows.append(self._rows[index])
-            requests.append(SampleRequest(rows[-1].prompt_tokens, tuple(_params(spec.rollout, seed=s) for s in seeds)))
+            requests.append(SampleRequest(prompt, tuple(_params(spec.rollout, seed=s) for s in seeds)))
         sampled = self._verbs.sample(self._adapter_id, requests)
         sampled_at = time.perf_counter()
         self._between()
         groups: list[GradedGroup] = []
-        for row, completions in zip(rows, sampled, strict=True):
+        for row, prompt, completions in zip(rows, prompts, sampled, strict=True):
             grades = [self._grade(row, completion) for completion in completions]
             rewards = [g.reward for g in grades]
             advantages = group_advantages(rewards, scale=spec.algorithm.scale_advantages)
             kept = [i for i, reward in enumerate(rewards) if reward is not None]
-            groups.append(GradedGroup(row.prompt_tokens, completions, grades, advantages, kept))
+            groups.append(GradedGroup(prompt, completions, grades, advantages, kept))
         num_excluded = _count_excluded([g for group in groups for g in group.grades])
         return groups, num_excluded, {"rollout_s": sampled_at - started, "grade_s": time.perf_counter() - sampled_at}
 
