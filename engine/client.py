@@ -138,7 +138,7 @@ class EngineClient:
     def _call(self, verb: str, arguments: Mapping[str, object]) -> Any:
         body = wire.pack({"holder_token": self._holder_token, "client_id": self._client_id, **arguments})
         response = self._post(f"/engine/v1/{verb}", body)
-        if response.status_code != httpx.codes.OK:
+        if not response.is_success:
             raise _error_of(response)
         try:
             return wire.unpack(response.content)
