@@ -7,6 +7,7 @@ import pytest
 
 from core import db
 from core.settings import get_settings
+from tests.postgres import database_url, postgres  # noqa: F401
 from tests.tiny import write_tiny_model
 
 
