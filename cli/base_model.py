@@ -8,7 +8,6 @@ from cli.process import spawn, stop, tail
 from cli.supervisor import PartFailed
 from core.settings import Settings
 
-_CODE = "from engine.base_model import ensure_base_model; ensure_base_model()"
 _GRACE_S = 5.0
 
 
@@ -21,7 +20,7 @@ def convert_in_child(settings: Settings, stopping: threading.Event | None = None
     log = settings.data_dir / "logs" / "base-model.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        child = spawn([sys.executable, "-P", "-c", _CODE], env=os.environ, log=file)
+        child = spawn([sys.executable, "-P", "-m", "engine.base_model"], env=os.environ, log=file)
     stopping = stopping or threading.Event()
     try:
         while child.poll() is None:
