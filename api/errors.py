@@ -121,7 +121,7 @@ def install(app: FastAPI) -> None:
         return error_response(Unavailable("The database does not answer; try again.", code="database_unavailable"))
 
     async def on_unstorable(_request: Request, _error: Exception) -> JSONResponse:
-        return error_response(InvalidInput("The request holds characters that can't be stored (NUL or half a surrogate pair); remove them."))
+        return error_response(InvalidInput("The request holds characters that can't be stored (NUL, half a surrogate pair); remove them."))
 
     async def on_unknown(request: Request, error: Exception) -> JSONResponse:
         request_id: str = request.state.request_id

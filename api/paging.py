@@ -45,7 +45,12 @@ Paging = Annotated[PageParams, Depends(_page_params)]
 
 
 def fetch_page(
-    session: Session, statement: Select[tuple[Row]], params: PageParams, *, sort: InstrumentedAttribute[Any], key: InstrumentedAttribute[str]
+    session: Session,
+    statement: Select[Row],
+    params: PageParams,
+    *,
+    sort: InstrumentedAttribute[Any],
+    key: InstrumentedAttribute[str],
 ) -> tuple[list[Row], bool]:
     """Rows of one page, and whether more follow.
 

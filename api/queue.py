@@ -30,7 +30,7 @@ def _client(broker_url: str) -> Celery:
 
 
 def wake(session: Session, task: str, job_id: str) -> None:
-    """Sends `task` with the job's id once the session's transaction is committed; a broker that is down is logged, the sweep finds the job."""
+    """Sends `task` with the job's id after the commit; a broker that is down is logged, and the sweep finds the job."""
 
     def send() -> None:
         try:

@@ -1,12 +1,13 @@
 """What the process opens once and every request shares."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
 import httpx
 from fastapi import Depends, FastAPI, Request
 
+from api.gateway.replicas import Replicas
 from core.settings import get_settings
 from registry.store import ObjectStore, open_store
 
@@ -16,22 +17,21 @@ UPSTREAM_LIMITS = httpx.Limits(max_connections=1024, max_keepalive_connections=6
 
 
 @asynccontextmanager
-async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
     """Opens the object store and the HTTP client towards engine and replicas; closes the client at the end."""
-    app.state.store = open_store(get_settings().resolved_store_url)
+    settings = get_settings()
+    app.state.store = open_store(settings.resolved_store_url)
     # trust_env off: a proxy from the environment must never see what tenants send to private replicas.
     async with httpx.AsyncClient(timeout=UPSTREAM_TIMEOUT, limits=UPSTREAM_LIMITS, trust_env=False) as client:
-        app.state.http = client
-        yield
+        app.state.replicas = Replicas(client, app.state.store, settings)
+        try:
+            yield
+        finally:
+            app.state.replicas.close()
 
 
 def _store(request: Request) -> ObjectStore:
     return request.app.state.store
 
 
-def _http(request: Request) -> httpx.AsyncClient:
-    return request.app.state.http
-
-
 Store = Annotated[ObjectStore, Depends(_store)]
-Http = Annotated[httpx.AsyncClient, Depends(_http)]

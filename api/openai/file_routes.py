@@ -22,7 +22,9 @@ def make_router(max_upload_bytes: int) -> APIRouter:
     router = APIRouter(prefix="/v1/files", tags=["files"])
 
     @router.post("", max_body_size=max_upload_bytes + FORM_BYTES)
-    def create(scope: CurrentScope, store: Store, is_retry: IsRetry, form: Annotated[FileCreate, Form(media_type="multipart/form-data")]) -> FileObject:
+    def create(
+        scope: CurrentScope, store: Store, is_retry: IsRetry, form: Annotated[FileCreate, Form(media_type="multipart/form-data")]
+    ) -> FileObject:
         return file_service.create_file(scope, store, form, is_retry=is_retry)
 
     @router.get("")

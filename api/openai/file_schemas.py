@@ -19,7 +19,7 @@ class FileCreate(BaseModel):
         default=None, alias="expires_after[anchor]", description="What the expiry counts from."
     )
     expires_seconds: int | None = Field(
-        default=None, ge=3600, le=2_592_000, alias="expires_after[seconds]", description="Seconds until it is no longer there; default never."
+        default=None, ge=3600, le=2_592_000, alias="expires_after[seconds]", description="Seconds until it is gone; default never."
     )
 
 

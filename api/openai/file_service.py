@@ -29,7 +29,7 @@ def to_object(row: File) -> FileObject:
     )  # fmt: skip
 
 
-def live_files(scope: Scope) -> Select[tuple[File]]:
+def live_files(scope: Scope) -> Select[File]:
     """The project's files that are neither deleted nor expired."""
     return scope.select(File).where(File.deleted_at.is_(None), or_(File.expires_at.is_(None), File.expires_at > now_s()))
 

@@ -103,7 +103,7 @@ def _reinforcement(body: JobCreate) -> ReinforcementSettings:
     if body.method is None:
         raise InvalidInput("method: required; send {'type': 'reinforcement', 'reinforcement': {'grader': …}}.", param="method")
     if body.method.type != "reinforcement":
-        message = f"method.type: {body.method.type!r} is not trained by this platform, which does reinforcement fine-tuning; use 'reinforcement'."
+        message = f"method.type: {body.method.type!r} is not trained by this platform; use 'reinforcement'."
         raise InvalidInput(message, param="method.type", code="unsupported_method")
     for other in ("supervised", "dpo"):
         if getattr(body.method, other) is not None:
@@ -118,7 +118,7 @@ def _reinforcement(body: JobCreate) -> ReinforcementSettings:
         raise InvalidInput("integrations: none is supported; leave it out.", param="integrations")
     max_model_len = get_settings().max_model_len
     if body.rollout.max_tokens >= max_model_len:
-        message = f"rollout.max_tokens: {body.rollout.max_tokens} leaves no room for a prompt; the model takes {max_model_len} tokens in all."
+        message = f"rollout.max_tokens: {body.rollout.max_tokens} leaves no room for a prompt: there are {max_model_len} tokens in all."
         raise InvalidInput(message, param="rollout.max_tokens")
     validate_grader(settings.grader, None, param="method.reinforcement.grader")
     return ReinforcementSettings(grader=settings.grader, hyperparameters=settings.hyperparameters or Hyperparameters())
@@ -138,7 +138,7 @@ def _start(session: Session, scope: Scope, store: ObjectStore, body: JobCreate) 
     if body.start_from is None:
         return from_model
     if from_model.digest is not None:
-        raise InvalidInput("start_from: model names an adapter already; give the base as model, or leave start_from out.", param="start_from")
+        raise InvalidInput("start_from: model names an adapter already; give the base there, or leave this out.", param="start_from")
     start = _adapter_start(session, scope, store, body.start_from, param="start_from")
     if start.digest is None:
         raise InvalidInput("start_from: this is the base model; training starts from it anyway, leave start_from out.", param="start_from")
@@ -186,5 +186,3 @@ def _check_suffix(session: Session, scope: Scope, suffix: str) -> None:
     if adapter is not None and adapter.base_model != get_settings().base_model_name:
         message = f"suffix: adapter {suffix!r} is of base model {adapter.base_model!r}; choose another name."
         raise Conflict(message, param="suffix")
-
-

@@ -29,7 +29,9 @@ def _metadata_filter(request: Request) -> dict[str, str]:
 
 
 @router.post("")
-def create(scope: CurrentScope, store: Store, is_retry: IsRetry, body: JobCreate, raw_body: Annotated[bytes, Depends(_raw_body)]) -> JobObject:
+def create(
+    scope: CurrentScope, store: Store, is_retry: IsRetry, body: JobCreate, raw_body: Annotated[bytes, Depends(_raw_body)]
+) -> JobObject:
     return create_job(scope, store, body, raw_body, is_retry=is_retry)
 
 

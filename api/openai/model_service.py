@@ -5,11 +5,10 @@ from typing import Literal
 from pydantic import BaseModel
 
 from core.db import session_scope
-from core.errors import Conflict, NotFound
 from core.scope import Scope
 from core.settings import get_settings
 from core.tables import Adapter, AdapterVersion
-from registry.names import fine_tuned_name, parse_model_name, resolve
+from registry.names import fine_tuned_name, resolve
 
 PLATFORM = "espalier"
 
