@@ -17,7 +17,7 @@ ENGINE_ENV = {"MALLOC_MMAP_THRESHOLD_": "17179869184", "MALLOC_TRIM_THRESHOLD_":
 TORCH_ENV = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 
 
-def part_command(part: PartName, settings: Settings, *, node: str = "espalier@%h") -> list[str]:
+def part_command(part: PartName, *, node: str = "espalier@%h") -> list[str]:
     """The argv that runs a part in the foreground.
 
     Args:
@@ -31,15 +31,9 @@ def part_command(part: PartName, settings: Settings, *, node: str = "espalier@%h
         case "engine":
             return [*python, "engine.host"]
         case "worker":
-            concurrency = str(settings.worker_concurrency)
-            return [
-                *python, "celery", "-A", "workers.app:app", "worker", "--loglevel", "INFO", "-n", node, "--concurrency", concurrency,
-            ]  # fmt: skip
+            return [*python, "celery", "-A", "workers.app:app", "worker", "--loglevel", "INFO", "-n", node]
         case "beat":
-            return [
-                *python, "celery", "-A", "workers.app:app", "beat", "--loglevel", "INFO", "--pidfile", "",
-                "--schedule", str(beat_schedule(settings)),
-            ]  # fmt: skip
+            return [*python, "celery", "-A", "workers.app:app", "beat", "--loglevel", "INFO", "--pidfile", ""]
 
 
 def part_env(part: PartName) -> dict[str, str]:
@@ -47,11 +41,6 @@ def part_env(part: PartName) -> dict[str, str]:
     if part != "engine":
         return {}
     return {name: value for name, value in (ENGINE_ENV | TORCH_ENV).items() if name not in os.environ}
-
-
-def beat_schedule(settings: Settings) -> Path:
-    """Where beat keeps when it last sent what."""
-    return settings.data_dir.absolute() / "beat" / "schedule"
 
 
 def redis_command(settings: Settings) -> list[str]:
@@ -92,9 +81,7 @@ def redis_binary() -> Path:
     )
 
 
-def run_part(part: PartName, settings: Settings) -> None:
+def run_part(part: PartName) -> None:
     """Becomes the part: this process is replaced, so signals reach it directly. Does not return."""
-    if part == "beat":
-        beat_schedule(settings).parent.mkdir(parents=True, exist_ok=True)
-    command = part_command(part, settings)
+    command = part_command(part)
     os.execve(command[0], command, {**os.environ, **part_env(part)})

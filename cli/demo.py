@@ -26,7 +26,7 @@ from core.settings import Settings
 TENANT, PROJECT, ADAPTER = "acme", "support", "order-numbers"
 REQUIRED_MARGIN = 0.3
 START_TIMEOUT_S = 600.0
-STOP_GRACE_S = 60.0
+STOP_GRACE_S = 120.0
 POLL_S = 1.0
 ENDED = ("succeeded", "failed", "cancelled")
 

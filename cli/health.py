@@ -68,9 +68,9 @@ class WorkerPing:
             return False
 
 
-def written_lately(path: Path, *, within_s: float) -> bool:
-    """Whether a file (whatever suffix its dbm gave it) was written in the last `within_s` seconds."""
-    return any(time.time() - candidate.stat().st_mtime < within_s for candidate in path.parent.glob(path.name + "*"))
+def written_lately(file: Path, *, within_s: float) -> bool:
+    """Whether a file that is not empty was written in the last `within_s` seconds."""
+    return file.exists() and file.stat().st_size > 0 and time.time() - file.stat().st_mtime < within_s
 
 
 def require_free_port(host: str, port: int, *, part: str, setting: str, option: str) -> None:

@@ -133,7 +133,8 @@ def _add_part(name: Any, doc: str) -> None:
         from cli.commands import run_part
         from cli.environment import apply
 
-        run_part(name, apply(data_dir=data_dir))
+        apply(data_dir=data_dir)
+        run_part(name)
 
     app.command(name, help=doc)(command)
 

@@ -77,7 +77,9 @@ def _default(field: FieldInfo) -> str:
 
 def _limits(field: FieldInfo) -> str:
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-    found = [f"{sign} {getattr(rule, key)}" for rule in field.metadata for key, sign in signs.items() if getattr(rule, key, None) is not None]
+    found = [
+        f"{sign} {getattr(rule, key)}" for rule in field.metadata for key, sign in signs.items() if getattr(rule, key, None) is not None
+    ]
     return ", ".join(found)
 
 

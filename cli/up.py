@@ -7,8 +7,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from pathlib import Path
 
-from cli.commands import beat_schedule, part_command, part_env, redis_command
+from cli.commands import part_command, part_env, redis_command
 from cli.health import WorkerPing, api_answers, http_answers, redis_answers, require_free_port, written_lately
 from cli.lock import data_dir_lock, write_status
 from cli.secrets_file import read_or_create
@@ -18,8 +19,10 @@ from core.keys import KEY_PREFIX
 from core.settings import Settings, get_settings
 
 ENGINE_START_TIMEOUT_S = 300.0
-# Celery's beat writes its schedule every 3 minutes.
-BEAT_SILENCE_S = 400.0
+# Running jobs end their step, write a checkpoint and go back to the queue.
+WORKER_GRACE_S = 60.0
+# Beyond the interval of sweeps, for a busy machine.
+BEAT_SILENCE_S = 30.0
 
 
 def run_up(settings: Settings, *, json: bool, quiet: bool) -> int:
@@ -40,7 +43,7 @@ def run_up(settings: Settings, *, json: bool, quiet: bool) -> int:
         if stopping.is_set():
             return 0
         parts = make_parts(settings)
-        supervisor = Supervisor(parts, settings.data_dir / "logs", lambda running: _publish(settings, supervisor, view, running))
+        supervisor = Supervisor(parts, logs_dir(settings), lambda running: _publish(settings, supervisor, view, running))
         supervisor.run(stopping)
     return 0
 
@@ -92,7 +95,7 @@ def make_parts(settings: Settings) -> list[Part]:
         parts.append(
             Part(
                 "engine",
-                part_command("engine", settings),
+                part_command("engine"),
                 env | part_env("engine"),
                 lambda: http_answers(f"{engine_url}/health"),
                 port=settings.engine_port,
@@ -102,7 +105,7 @@ def make_parts(settings: Settings) -> list[Part]:
     parts.append(
         Part(
             "api",
-            part_command("api", settings),
+            part_command("api"),
             env,
             lambda: api_answers(f"{api_url(settings)}/healthz"),
             port=settings.api_port,
@@ -112,12 +115,10 @@ def make_parts(settings: Settings) -> list[Part]:
     # Named by the data folder's lock holder, so two platforms on one broker do not answer for each other.
     node = f"espalier-{os.getpid()}@localhost"
     ping = WorkerPing(settings.resolved_broker_url, node)
-    parts.append(Part("worker", part_command("worker", settings, node=node), env, ping, after=("redis", "engine")))
-    schedule = beat_schedule(settings)
-    schedule.parent.mkdir(parents=True, exist_ok=True)
-    parts.append(
-        Part("beat", part_command("beat", settings), env, lambda: written_lately(schedule, within_s=BEAT_SILENCE_S), after=("redis", "api"))
-    )
+    parts.append(Part("worker", part_command("worker", node=node), env, ping, after=("redis", "engine"), grace_s=WORKER_GRACE_S))
+    beat_log, silence_s = logs_dir(settings) / "beat.log", settings.sweep_interval_s + BEAT_SILENCE_S
+    # Beat answers no questions, but it says so each time it sends a sweep.
+    parts.append(Part("beat", part_command("beat"), env, lambda: written_lately(beat_log, within_s=silence_s), after=("redis", "api")))
     return parts
 
 
@@ -125,6 +126,11 @@ def api_url(settings: Settings) -> str:
     """Where this machine reaches the API."""
     host = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
     return f"http://{host}:{settings.api_port}"
+
+
+def logs_dir(settings: Settings) -> Path:
+    """Folder of the parts' logs."""
+    return settings.data_dir.absolute() / "logs"
 
 
 def _engine_is_ours(settings: Settings) -> bool:
