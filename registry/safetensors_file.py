@@ -42,11 +42,12 @@ def read_header(data: bytes) -> dict[str, TensorEntry]:
     Raises:
         InvalidInput: no safetensors file, damaged, or tensors of a type that is not floating point.
     """
-    for magic, what in _OTHER_FORMATS:
-        if data.startswith(magic):
-            raise refuse(f"The weights are {what}. Only safetensors is read: save with `safe_serialization=True`.")
     header_bytes = int.from_bytes(data[:8], "little")
     if len(data) < 8 or not 2 <= header_bytes <= min(MAX_HEADER_BYTES, len(data) - 8):
+        # Only here: a header's length may well begin with a pickle's first byte.
+        for magic, what in _OTHER_FORMATS:
+            if data.startswith(magic):
+                raise refuse(f"The weights are {what}. Only safetensors is read: save with `safe_serialization=True`.")
         raise refuse("The weights are no safetensors file, or it is cut short; upload it again.")
     try:
         header: Any = json.loads(data[8 : 8 + header_bytes], object_pairs_hook=_unique)

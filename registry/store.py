@@ -9,6 +9,7 @@ import hashlib
 import re
 import tempfile
 from collections.abc import Generator, Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -24,6 +25,9 @@ from registry.manifest import SHA256_RE, blob_key, sha256_hex
 CHUNK_BYTES = 1 << 20
 # Uploads up to this size are spooled in memory, larger ones in a temporary file.
 SPOOL_BYTES = 8 << 20
+# obstore would try for three minutes; a request can't wait that long.
+S3_MAX_RETRIES = 4
+S3_RETRY_TIMEOUT_S = 20
 _KEY = re.compile(r"[A-Za-z0-9._@-]+(?:/[A-Za-z0-9._@-]+)*")
 
 
@@ -139,6 +143,15 @@ class ObjectStore:
             return False
         return True
 
+    def list_keys(self, folder: str) -> list[str]:
+        """Keys of the objects under a folder (`states/job-1`), in no order.
+
+        Raises:
+            InvalidInput: the folder is no key. Unavailable: the store does not answer.
+        """
+        with _translated(_checked_key(folder)):
+            return [str(entry["path"]) for page in obstore.list(self.raw, prefix=folder) for entry in page]
+
     def _size(self, key: str) -> int:
         with _translated(key):
             return obstore.head(self.raw, key)["size"]
@@ -175,7 +188,10 @@ def _open_s3(*, bucket: str, prefix: str) -> S3Store:
     if not bucket:
         raise InvalidInput("The object store's URL names no bucket; write s3://bucket/prefix.", param="store_url")
     settings = get_settings()
-    options: dict[str, Any] = {"region": settings.s3_region}
+    options: dict[str, Any] = {
+        "region": settings.s3_region,
+        "retry_config": {"max_retries": S3_MAX_RETRIES, "retry_timeout": timedelta(seconds=S3_RETRY_TIMEOUT_S)},
+    }
     if settings.s3_endpoint:
         options["endpoint"] = settings.s3_endpoint
         options["client_options"] = {"allow_http": settings.s3_endpoint.startswith("http://")}

