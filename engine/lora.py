@@ -115,20 +115,20 @@ class LoraLinear(nn.Module):
         return y_1NO
 
     def _with_gradients(self, x_1NI: Tensor, y_1NO: Tensor, live: Sequence[Segment]) -> Tensor:
+        x_NI, y_NO = x_1NI[0], y_1NO[0]
         pieces: list[Tensor] = []
         done = 0
         for segment in live:
             if segment.start > done:
-                pieces.append(y_1NO[:, done : segment.start])
+                pieces.append(y_NO[done : segment.start])
             assert segment.adapter is not None
             pair, rows = segment.adapter.factors[self.name], slice(segment.start, segment.stop)
-            low_1NR = F.linear(x_1NI[:, rows], pair.a_RI.to(x_1NI.dtype))
-            delta_1NO = F.linear(low_1NR, pair.b_OR.to(x_1NI.dtype)) * segment.adapter.settings.scaling
-            pieces.append(y_1NO[:, rows] + delta_1NO)
+            low_NR = F.linear(x_NI[rows], pair.a_RI.to(x_NI.dtype))
+            pieces.append(torch.addmm(y_NO[rows], low_NR, pair.b_OR.to(x_NI.dtype).t(), alpha=segment.adapter.settings.scaling))
             done = segment.stop
-        if done < y_1NO.shape[1]:
-            pieces.append(y_1NO[:, done:])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        if done < y_NO.shape[0]:
+            pieces.append(y_NO[done:])
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces))[None]
 
 
 def new_adapter(settings: LoraSettings, layers: dict[str, tuple[int, int]], *, seed: int, device: torch.device) -> Adapter:
