@@ -25,8 +25,9 @@ def add_event(
 
 
 def record_metrics(session: Session, job_id: str, step: int, values: dict[str, float]) -> None:
-    """Stores one step's numbers, replacing those of an earlier try at the same step, and appends a metrics event."""
+    """Stores one step's numbers. Those of an earlier try at the same step are replaced, and the owner is not told of it twice."""
+    is_new = session.get(Metric, (job_id, step)) is None
     session.merge(Metric(job_id=job_id, step=step, values=values))
-    add_event(
-        session, job_id, f"Step {step}: reward {values.get('reward_mean', float('nan')):.3f}", type="metrics", data={"step": step, **values}
-    )
+    if is_new:
+        name, key = ("reward", "reward_mean") if "reward_mean" in values else ("evaluation reward", "eval_reward_mean")
+        add_event(session, job_id, f"Step {step}: {name} {values.get(key, 0.0):.3f}", type="metrics", data={"step": step, **values})
