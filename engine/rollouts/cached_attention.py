@@ -1,0 +1,118 @@
+"""Attention over cached keys and values: a chunk of one prompt, or one token of every live sequence.
+
+Dimensions: N rows, Q query heads, K key-value heads, R = Q / K query heads a key-value head, D head size, S slots, T own tokens, P prompt
+tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.rollouts.kv_cache import WIDTH_STEP, PromptKv, SlotKv
+
+MASKED = -1e30
+"""Score of what must not be seen. Finite: a row that sees nothing gives a weight that is dropped later, not NaN."""
+
+
+class PrefillAttention:
+    """Causal attention of one prompt's next chunk over the prompt so far; keeps its keys and values."""
+
+    def __init__(self, prompt: PromptKv) -> None:
+        self._prompt = prompt
+
+    def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
+        """See engine.model.Attention."""
+        keys_KPD, values_KPD = self._prompt.append(layer, key_NKD.transpose(0, 1), value_NKD.transpose(0, 1))
+        num_rows, num_seen = query_NQD.shape[0], keys_KPD.shape[1]
+        mask_NP = None
+        if num_seen > num_rows:
+            rows_N = torch.arange(num_seen - num_rows, num_seen, device=query_NQD.device)
+            mask_NP = torch.arange(num_seen, device=query_NQD.device)[None, :] <= rows_N[:, None]
+        out_1QND = F.scaled_dot_product_attention(
+            query_NQD.transpose(0, 1)[None], keys_KPD[None], values_KPD[None],
+            attn_mask=mask_NP, is_causal=mask_NP is None, scale=scaling, enable_gqa=True,
+        )  # fmt: skip
+        return out_1QND[0].transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """Rows [start, stop) attend to this prompt, besides their own tokens."""
+
+    start: int
+    stop: int
+    prompt: PromptKv
+
+
+class DecodeAttention:
+    """One token of every live sequence: own tokens in one batched matmul over the slots, shared prompts prompt by prompt.
+
+    The two parts are merged by their log-sum-exps, which is the softmax over both exactly.
+
+    Args:
+        cache: own tokens; this step's are written into it.
+        slots_N: each row's slot.
+        lengths_N: own tokens of each row before this step: the index that this step's token takes.
+        longest: the greatest of lengths_N.
+        shared: which rows share which prompt; rows that none covers hold their prompt in their slot.
+    """
+
+    def __init__(self, cache: SlotKv, slots_N: Tensor, lengths_N: Tensor, longest: int, shared: Sequence[SharedPrompt]) -> None:
+        self._cache = cache
+        self._slots_N = slots_N
+        self._lengths_N = lengths_N
+        self._shared = shared
+        self._num_slots = int(slots_N.max()) + 1
+        step = min(-(-(longest + 1) // WIDTH_STEP) * WIDTH_STEP, cache.keys.shape[3])
+        self._num_tokens = step
+        lengths_S = torch.full((self._num_slots,), -1, dtype=lengths_N.dtype, device=lengths_N.device)
+        lengths_S[slots_N] = lengths_N
+        hidden_ST = torch.arange(step, device=lengths_N.device)[None, :] > lengths_S[:, None]
+        self._hidden_S11T = hidden_ST[:, None, None, :]
+
+    def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
+        """See engine.model.Attention."""
+        num_rows, num_heads, head_dim = query_NQD.shape
+        num_kv_heads = key_NKD.shape[1]
+        keys_SKTD, values_SKTD = self._cache.keys[layer], self._cache.values[layer]
+        keys_SKTD[self._slots_N, :, self._lengths_N] = key_NKD
+        values_SKTD[self._slots_N, :, self._lengths_N] = value_NKD
+        query_NKRD = (query_NQD * scaling).view(num_rows, num_kv_heads, -1, head_dim)
+        out_NKRD, sums_NKR1 = self._own(query_NKRD, keys_SKTD, values_SKTD)
+        if self._shared:
+            prompt_NKRD, prompt_sums_NKR1 = self._prompts(layer, query_NKRD)
+            own_share_NKR1 = torch.sigmoid(sums_NKR1 - prompt_sums_NKR1)
+            out_NKRD = prompt_NKRD + own_share_NKR1 * (out_NKRD - prompt_NKRD)
+        return out_NKRD.to(query_NQD.dtype).reshape(num_rows, num_heads, head_dim)
+
+    def _own(self, query_NKRD: Tensor, keys_SKTD: Tensor, values_SKTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs (float32) over own tokens and the log-sum-exp of their scores."""
+        query_SKRD = query_NKRD.new_zeros((self._num_slots, *query_NKRD.shape[1:]))
+        query_SKRD[self._slots_N] = query_NKRD
+        keys = keys_SKTD[: self._num_slots, :, : self._num_tokens]
+        values = values_SKTD[: self._num_slots, :, : self._num_tokens]
+        scores_SKRT = torch.matmul(query_SKRD, keys.transpose(-1, -2)).float().masked_fill_(self._hidden_S11T, MASKED)
+        sums_SKR1 = torch.logsumexp(scores_SKRT, dim=-1, keepdim=True)
+        weights_SKRT = scores_SKRT.sub_(sums_SKR1).exp_()
+        out_SKRD = torch.matmul(weights_SKRT.to(values.dtype), values)
+        return out_SKRD[self._slots_N].float(), sums_SKR1[self._slots_N]
+
+    def _prompts(self, layer: int, query_NKRD: Tensor) -> tuple[Tensor, Tensor]:
+        """The same over shared prompts; rows without one get the log-sum-exp MASKED, hence no share."""
+        num_rows, num_kv_heads, per_kv, head_dim = query_NKRD.shape
+        out_NKRD = torch.zeros(query_NKRD.shape, dtype=torch.float32, device=query_NKRD.device)
+        sums_NKR1 = torch.full((num_rows, num_kv_heads, per_kv, 1), MASKED, dtype=torch.float32, device=query_NKRD.device)
+        for group in self._shared:
+            rows = slice(group.start, group.stop)
+            query_KGD = query_NKRD[rows].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
+            scores_KGP = torch.matmul(query_KGD, group.prompt.keys[layer].transpose(-1, -2)).float()
+            sums_KG1 = torch.logsumexp(scores_KGP, dim=-1, keepdim=True)
+            values_KPD = group.prompt.values[layer]
+            group_KGD = torch.matmul(scores_KGP.sub_(sums_KG1).exp_().to(values_KPD.dtype), values_KPD).float()
+            count = group.stop - group.start
+            out_NKRD[rows] = group_KGD.view(num_kv_heads, count, per_kv, head_dim).transpose(0, 1)
+            sums_NKR1[rows] = sums_KG1.view(num_kv_heads, count, per_kv, 1).transpose(0, 1)
+        return out_NKRD, sums_NKR1
