@@ -67,6 +67,16 @@ def status(data_dir: DataDir = None, port: Port = None, json: Json = False) -> N
     _exit_with(lambda: show_status(apply(data_dir=data_dir, port=port), json=json))
 
 
+@app.command()
+def health(part: Annotated[str, typer.Argument(help="api, engine or worker, on this host.")]) -> None:
+    """Ask one part that runs on this host; exit code 0 if it is well. For health checks of containers."""
+    from cli.environment import apply
+    from cli.status import check_part
+
+    settings = apply()
+    _exit_with(lambda: check_part(part, settings))
+
+
 @tenant_app.command("create")
 def tenant_create(
     name: Annotated[str, typer.Argument(help="The tenant; an existing one is reused.")],

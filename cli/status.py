@@ -1,16 +1,39 @@
 """`espalier status`: what /healthz says, and what a running `espalier up` knows."""
 
 import json as jsonlib
+import socket
 from typing import Any
 
 import httpx
 from rich.console import Console
 from rich.table import Table
 
+from cli.health import WorkerPing, api_answers, http_answers
 from cli.lock import read_status
-from cli.up import api_url
-from core.errors import Unavailable
+from cli.up import api_url, reachable_host
+from core.errors import InvalidInput, Unavailable
 from core.settings import Settings
+
+
+def check_part(part: str, settings: Settings) -> int:
+    """Asks one part on this host.
+
+    Returns:
+        0 if it is well, else 1.
+    Raises:
+        InvalidInput: there is no such part, or none that answers questions.
+    """
+    match part:
+        case "api":
+            well = api_answers(f"{api_url(settings)}/healthz")
+        case "engine":
+            well = http_answers(f"http://{reachable_host(settings.engine_host)}:{settings.engine_port}/health")
+        case "worker":
+            well = WorkerPing(settings.resolved_broker_url, f"espalier@{socket.gethostname()}")()
+        case _:
+            raise InvalidInput(f"No part {part!r} can be asked; name api, engine or worker.", param="part")
+    print(f"{part}: {'well' if well else 'not answering'}")
+    return 0 if well else 1
 
 
 def show_status(settings: Settings, *, json: bool) -> int:

@@ -124,8 +124,12 @@ def make_parts(settings: Settings) -> list[Part]:
 
 def api_url(settings: Settings) -> str:
     """Where this machine reaches the API."""
-    host = "127.0.0.1" if settings.api_host in ("0.0.0.0", "::") else settings.api_host
-    return f"http://{host}:{settings.api_port}"
+    return f"http://{reachable_host(settings.api_host)}:{settings.api_port}"
+
+
+def reachable_host(listen_host: str) -> str:
+    """Where this machine reaches what listens on an address."""
+    return "127.0.0.1" if listen_host in ("0.0.0.0", "::") else listen_host
 
 
 def logs_dir(settings: Settings) -> Path:
