@@ -26,7 +26,8 @@ def data_dir_lock(data_dir: Path) -> Generator[None]:
     Raises:
         Conflict: another `espalier up` holds it; the message has its pid.
     """
-    data_dir.mkdir(parents=True, exist_ok=True)
+    # Training data, adapters and keys lie there.
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(_lock_path(data_dir), os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:
