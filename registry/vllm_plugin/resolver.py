@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from fastapi import HTTPException
 from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 
-from core.errors import NotFound
+from core.errors import EspalierError, NotFound
 from core.settings import Settings, get_settings
 from registry.materialise import AdapterCache
 from registry.replica_name import parse_replica_name
@@ -55,7 +56,8 @@ class StoreResolver(LoRAResolver):
         """Returns the request to load, or None for a name of another form and for a version that the store lacks (vLLM answers 404).
 
         Raises:
-            CorruptData, AdapterCacheFull, Unavailable: vLLM answers 500, and the next request tries again.
+            HTTPException: anything else that is wrong, with the error's own status (500 for corrupt data, 503 for a full cache or a store
+            that does not answer) and `code: message`; the next request tries again.
         """
         name = parse_replica_name(lora_name)
         if name is None:
@@ -66,6 +68,9 @@ class StoreResolver(LoRAResolver):
         except NotFound as error:
             logger.info("No adapter version %s: %s", lora_name, error)
             return None
+        except EspalierError as error:
+            # vLLM has no resolver error of its own; one it does not know would reach the HTTP server raw, which then closes the connection.
+            raise HTTPException(error.http_status, f"{error.code}: {error.message}") from error
         # vLLM puts its own id in the place of this one.
         return LoRARequest(lora_name=lora_name, lora_int_id=1, lora_path=str(folder))
 
