@@ -17,9 +17,8 @@ def test_round_trip() -> None:
     "name",
     [
         "", "base", f"a/b@{DIGEST}", f"a/b/c/d@{DIGEST}", f"a/../c@{DIGEST}", f"../b/c@{DIGEST}", f"a//c@{DIGEST}", f"/a/b/c@{DIGEST}",
-        f"a/b/.c@{DIGEST}",        f"a/b/c@{DIGEST[:-1]}", f"a/b/c@{DIGEST}0", f"a/b/c@{DIGEST.upper()}", f"a/b/c@{DIGEST}\n", f"a/b/c\\d@{DIGEST}",
-        f"a/b/{'c' * 200}@{DIGEST}",
-        f"a/b/c\x00@{DIGEST}", f"a/b/ｃ@{DIGEST}",
+        f"a/b/.c@{DIGEST}", f"a/b/c@{DIGEST[:-1]}", f"a/b/c@{DIGEST}0", f"a/b/c@{DIGEST.upper()}", f"a/b/c@{DIGEST}\n",
+        f"a/b/c\\d@{DIGEST}", f"a/b/{'c' * 200}@{DIGEST}", f"a/b/c\x00@{DIGEST}", f"a/b/ｃ@{DIGEST}",
     ],
 )  # fmt: skip
 def test_other_forms_are_not_names(name: str) -> None:
