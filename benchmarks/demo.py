@@ -1,7 +1,7 @@
 """What the demo costs: wall seconds of the whole run and of its job, peak memory of each part.
 
-`python -m benchmarks.demo [--json] [--steps N]`. The demo runs in a data folder of its own, with the base model already converted or not (the
-conversion's seconds are told apart by the demo itself).
+`python -m benchmarks.demo [--json] [--steps N]`. The demo runs in a new data folder, so the base model is converted too (its
+seconds are part of the whole and told apart by the demo itself).
 """
 
 import argparse
