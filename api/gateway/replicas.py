@@ -4,10 +4,8 @@ import asyncio
 import hashlib
 import itertools
 import time
-from typing import cast
 
 import httpx
-from obstore.store import ObjectStore as RawStore
 from starlette.concurrency import run_in_threadpool
 
 from api.gateway.target import Target
@@ -110,7 +108,7 @@ class Replicas:
         for index in range(MAX_CACHES):
             folder = self._settings.cache_dir / f"gateway-{index}"
             try:
-                return AdapterCache(cast("RawStore", self._store.raw), folder, limit_bytes=self._settings.resolver_cache_bytes)
+                return AdapterCache(self._store, folder, limit_bytes=self._settings.resolver_cache_bytes)
             except Conflict:
                 continue
         raise Unavailable(f"{MAX_CACHES} API processes own adapter caches in {self._settings.cache_dir}; stop some.")
