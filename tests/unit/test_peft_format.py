@@ -66,9 +66,7 @@ def test_stock_peft_round_trip(tiny_model: Path, tmp_path: Path) -> None:
 
 
 def test_config_is_canonical() -> None:
-    other_order = {
-        name: value for name, value in sorted(config(peft_version="0.1", corda_config=None, loftq_config={}).items(), reverse=True)
-    }
+    other_order = dict(sorted(config(peft_version="0.1", corda_config=None, loftq_config={}).items(), reverse=True))
     other_order["target_modules"] = list(reversed(other_order["target_modules"]))
     other_order["lora_alpha"] = 8.0
     one, two = adapter(), check_adapter(weights(), json.dumps(other_order).encode(), base_model="tiny")
