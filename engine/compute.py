@@ -45,6 +45,11 @@ class Compute:
         self._decode_s = 0.0
 
     @property
+    def alive(self) -> bool:
+        """Whether the thread runs."""
+        return self._thread.is_alive()
+
+    @property
     def num_ops(self) -> int:
         """Ops queued or under way."""
         return len(self._ops)

@@ -46,12 +46,20 @@ class LocalRollouts:
         generations = [Generation(owner, adapter, request.prompt_tokens, request.params) for request in requests]
         return await self.generate(generations)
 
-    async def generate(self, generations: Sequence[Generation]) -> list[list[Completion]]:
-        """Completions of each generation, in order. Cancelling the caller ends all of them at the next token."""
+    def check(self, generations: Sequence[Generation]) -> None:
+        """Refuses what can't be generated.
+
+        Raises:
+            InvalidInput: a parameter or length is out of bounds.
+        """
         for generation in generations:
             for params in generation.params:
                 check_params(params)
                 check_length(len(generation.prompt_tokens), params.max_tokens, self._max_model_len)
+
+    async def generate(self, generations: Sequence[Generation]) -> list[list[Completion]]:
+        """Completions of each generation, in order. Cancelling the caller ends all of them at the next token."""
+        self.check(generations)
 
         def submit() -> None:
             for generation in generations:
