@@ -11,6 +11,7 @@ import hashlib
 import io
 import tarfile
 import threading
+from dataclasses import replace
 
 import pytest
 from sqlalchemy import select
@@ -21,7 +22,7 @@ from core.contracts import Lineage
 from core.errors import Conflict, CorruptData, InvalidInput, NotFound
 from core.scope import Scope
 from core.settings import get_settings
-from core.tables import Adapter, AdapterVersion
+from core.tables import Adapter, AdapterVersion, Project
 from registry import aliases, download
 from registry.manifest import blob_key, manifest_key
 from registry.names import resolve
@@ -191,10 +192,26 @@ def test_other_projects_models_read_as_none(store: ObjectStore, scope: Scope) ->
                 assert (unknown.value.code, unknown.value.param) == ("model_not_found", "model")
 
 
+def test_the_same_tenants_other_project_can_not_call_it(store: ObjectStore, scope: Scope) -> None:
+    with db.session_scope() as session:
+        put(session, store, scope, adapter())
+        session.add(Project(id="proj-2", tenant_id=scope.tenant_id, name="sales"))
+        session.flush()
+        sibling = replace(scope, project_id="proj-2", project="sales")
+        for name in ("invoices", "billing/invoices", "sales/invoices"):
+            with pytest.raises(NotFound):
+                resolve(session, sibling, name)
+        put(session, store, sibling, adapter(1))
+        found = resolve(session, sibling, "invoices")
+        assert found is not None
+        assert found.version.digest == adapter(1).digest
+
+
 @pytest.mark.parametrize(
     "name",
     ["", "@1", "invoices@", "invoices@0", "invoices@01", "invoices@-1", "invoices@1@2", "../invoices", "billing/../invoices",
-     "/billing/invoices",  "billing/invoices/x", "billing/invoices@../x", "invoices@abcdef012345\n", "invoices@ABCDEF012345", "invoices@deadbeef", "invoices@%",
+     "/billing/invoices",  "billing/invoices/x", "billing/invoices@../x", "invoices@abcdef012345\n",
+     "invoices@ABCDEF012345", "invoices@deadbeef", "invoices@%",
      "invoices@" + "0" * 65, "a" * 300],
 )  # fmt: skip
 def test_names_of_another_form_mean_nothing(store: ObjectStore, scope: Scope, name: str) -> None:
