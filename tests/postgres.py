@@ -72,7 +72,7 @@ def run_postgres() -> Iterator[Postgres]:
     try:
         if user is not None:
             if not _reachable(installed):
-                installed = Path(shutil.copytree(installed, folder / "install", symlinks=True))
+                installed = _copied(installed, folder / "site")
             account = pwd.getpwnam(user)
             os.chown(folder, account.pw_uid, account.pw_gid)
         data, binaries = folder / "data", installed / "bin"
@@ -95,6 +95,15 @@ def _run(command: list[str | Path], user: str | None) -> None:
         )
         output.seek(0)
         assert result.returncode == 0, output.read().decode(errors="replace")
+
+
+def _copied(installed: Path, site: Path) -> Path:
+    """The installation elsewhere; the folders keep their places to each other, by which the binaries find their libraries."""
+    package = installed.parent
+    libraries = package.with_name(f"{package.name}.libs")
+    if libraries.exists():
+        shutil.copytree(libraries, site / libraries.name)
+    return Path(shutil.copytree(installed, site / package.name / installed.name, symlinks=True))
 
 
 def _reachable(path: Path) -> bool:
