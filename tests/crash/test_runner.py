@@ -346,3 +346,18 @@ def test_job_started_from_an_adapter_of_its_project(platform: Platform, unbroken
     other = platform.queued(start_from=unbroken)
     assert platform.run(other) == JobStatus.FAILED
     assert platform.job(other).error_param == "start_from"
+
+
+def test_death_of_a_worker_on_each_database(database_url: str, fresh_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPALIER_LEASE_TTL_S", "0.4")
+    monkeypatch.setenv("ESPALIER_HEARTBEAT_S", "0.05")
+    get_settings.cache_clear()
+    assert get_settings().resolved_database_url == database_url
+    platform = Platform(fresh_settings)
+    whole, broken = platform.queued(), platform.queued()
+    assert platform.run(whole) == JobStatus.SUCCEEDED
+    killed_at(platform, broken, "optim_step", 4)
+    wait_for_expiry(broken)
+    assert sweep(platform.context, grace_s=0.0) == [broken]
+    assert platform.run(broken) == JobStatus.SUCCEEDED
+    assert platform.digest(broken) == platform.digest(whole)
