@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,11 @@ class ScriptedReplica:
             return StreamingResponse(self._stream(body, usage, chat=chat), media_type="text/event-stream")
         self.num_open += 1
         try:
-            await asyncio.sleep(self.first_delay_s)
+            until_s = time.monotonic() + self.first_delay_s
+            while time.monotonic() < until_s:
+                if await request.is_disconnected():
+                    return Response()
+                await asyncio.sleep(0.01)
         finally:
             self.num_open -= 1
         text = "".join(WORDS)

@@ -48,26 +48,28 @@ class Relay(Response):
     def __init__(
         self, replicas: Replicas, caller: Scope, target: Target, path: str, payload: dict[str, Any], *, stream: bool, wants_usage: bool
     ) -> None:
+        super().__init__()
         self._replicas, self._caller, self._target = replicas, caller, target
         self._path, self._payload, self._stream, self._wants_usage = path, payload, stream, wants_usage
         self._counter = Counter()
+        self._upstream: httpx.Response | None = None
 
     async def __call__(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
-        await _unless_client_leaves(receive, self._exchange(scope, receive, send))
+        try:
+            await _unless_client_leaves(receive, self._exchange(scope, receive, send))
+        finally:
+            # Not part of what is cancelled: the stock client leaves as soon as it has read [DONE], in the middle of any clean-up.
+            if self._upstream is not None:
+                await self._upstream.aclose()
+            await self._count()
 
     async def _exchange(self, scope: AsgiScope, receive: Receive, send: Send) -> None:
         upstream = await self._open()
         self._counter.started = True
-        try:
-            if self._stream:
-                await self._relay_events(upstream, send)
-            else:
-                body = await self._read(upstream)
-                await self._count()
-                await JSONResponse(body)(scope, receive, send)
-        finally:
-            await upstream.aclose()
-            await self._count()
+        if self._stream:
+            await self._relay_events(upstream, send)
+        else:
+            await JSONResponse(await self._read(upstream))(scope, receive, send)
 
     async def _open(self) -> httpx.Response:
         """A replica's answer of status 200, its body unread.
@@ -100,7 +102,8 @@ class Relay(Response):
 
     async def _send(self, url: str) -> httpx.Response:
         request = self._replicas.http.build_request("POST", url + self._path, json=self._payload)
-        return await self._replicas.http.send(request, stream=True)
+        self._upstream = await self._replicas.http.send(request, stream=True)
+        return self._upstream
 
     async def _read(self, upstream: httpx.Response) -> dict[str, Any]:
         try:
@@ -143,10 +146,9 @@ class Relay(Response):
         return json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
 
     async def _count(self) -> None:
-        """Counts the request once."""
+        """Counts a request that a replica took."""
         if not self._counter.started:
             return
-        self._counter.started = False
         # A client that left before the replica's count: each chunk held at least one token.
         completion_tokens = max(self._counter.completion_tokens, self._counter.seen_chunks if self._stream else 0)
         await run_in_threadpool(
