@@ -1,6 +1,7 @@
 """A real vLLM server, started by the same script as in production, in its own environment."""
 
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -13,7 +14,7 @@ from pathlib import Path
 import httpx
 
 REPO = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S = 300.0
+START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 30.0
 
 
@@ -40,14 +41,14 @@ def vllm_server(
     with log.open("wb") as output:
         process = subprocess.Popen(
             [REPO / "deploy/vllm/serve.sh", *arguments],
-            stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+            stdout=output, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True, preexec_fn=_end_with_parent,
             env=os.environ | {
                 "ESPALIER_BASE_MODEL_PATH": str(base_model), "ESPALIER_BASE_MODEL_NAME": "base", "ESPALIER_VLLM_PORT": str(port),
                 "ESPALIER_VLLM_THREADS": "1", "ESPALIER_VLLM_MAX_MODEL_LEN": "256",
             } | environment,
         )  # fmt: skip
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60.0, trust_env=False) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120.0, trust_env=False) as client:
             while not _healthy(client):
                 if process.poll() is not None or time.monotonic() - started_s > START_TIMEOUT_S:
                     raise RuntimeError(f"vLLM did not start (exit code {process.returncode}):\n{log.read_text(errors='replace')[-4000:]}")
@@ -55,6 +56,12 @@ def vllm_server(
             yield VllmServer(str(client.base_url), log, time.monotonic() - started_s, client)
     finally:
         _stop(process)
+
+
+def _end_with_parent() -> None:
+    """Has the kernel end the server should the tests be killed: a server left behind takes a core and gigabytes."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def _healthy(client: httpx.Client) -> bool:
