@@ -1,5 +1,7 @@
 """Real engine parts over the tiny base, for tests."""
 
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -7,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import uvicorn
 
 from core.contracts import LoraSettings
 from core.settings import Settings
 from engine.backends.torch import TorchTrainer
 from engine.base_model import load_base
 from engine.compute import Compute
+from engine.host import EngineHost
 from engine.lora import Adapter
 from engine.model import BaseModel
 from engine.rollouts.batcher import Batcher
@@ -72,3 +76,35 @@ def computing(engine: Engine) -> Iterator[tuple[Compute, LocalRollouts]]:
         yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.adapter, max_model_len=engine.info.max_model_len)
     finally:
         compute.stop()
+
+
+@dataclass
+class LiveHost:
+    """An engine host on a real port."""
+
+    url: str
+    host: EngineHost
+
+
+@contextmanager
+def live_host(folder: Path, **changes: Any) -> Iterator[LiveHost]:
+    """Serves the base in `folder` from a thread of this process."""
+    settings = Settings(
+        **{
+            "base_model_path": str(folder), "base_model_name": "tiny", "device": "cpu", "dtype": "float32", "max_model_len": 512,
+            "micro_batch_tokens": 128, **changes,
+        }
+    )  # fmt: skip
+    host = EngineHost(settings, *load_base(settings))
+    server = uvicorn.Server(uvicorn.Config(host.app(), host="127.0.0.1", port=0, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the host did not start"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield LiveHost(f"http://127.0.0.1:{port}", host)
+    finally:
+        server.should_exit = True
+        thread.join(20)

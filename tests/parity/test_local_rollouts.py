@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from engine.rollouts.requests import Generation
 from engine.rollouts.sampler import Row, draw
-from engine.types import Completion, SamplingParams, TrainGroup
+from engine.types import SamplingParams, TrainGroup
 from tests.engines import Engine, busy_adapter, make_engine
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0)
@@ -71,11 +71,15 @@ def test_mixed_batch_equals_alone(engine: Engine) -> None:
     def generations() -> list[Generation]:
         return [
             Generation(
-                f"owner{i}", adapter, prompt(engine, f"prompt {i} " * (i + 1)),
-                tuple(SamplingParams(max_tokens=5 + 9 * j, temperature=1.0 if j else 0.0, seed=10 * i + j) for j in range(3 if i % 2 else 1)),
+                f"owner{i}",
+                adapter,
+                prompt(engine, f"prompt {i} " * (i + 1)),
+                tuple(
+                    SamplingParams(max_tokens=5 + 9 * j, temperature=1.0 if j else 0.0, seed=10 * i + j) for j in range(3 if i % 2 else 1)
+                ),
             )
             for i, adapter in enumerate([*adapters, *adapters])
-        ]  # fmt: skip
+        ]
 
     together = engine.run(*generations())
     for generation, completions in zip(generations(), together, strict=True):
@@ -117,7 +121,9 @@ def test_one_sequence_at_a_time_is_bit_for_bit(tiny_model: Path) -> None:
         return Generation("mine", adapter, prompt(engine, "my own prompt"), params)
 
     def others() -> list[Generation]:
-        return [Generation(f"o{i}", None, prompt(engine, "x" * (40 * i + 1)), (SamplingParams(max_tokens=90, seed=i),) * 2) for i in range(3)]
+        return [
+            Generation(f"o{i}", None, prompt(engine, "x" * (40 * i + 1)), (SamplingParams(max_tokens=90, seed=i),) * 2) for i in range(3)
+        ]
 
     [alone] = engine.run(mine())
     before = others()
