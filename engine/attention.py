@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from engine.packing import Span
 
 # Completions of one prompt are answered together up to this many rows: fewer calls, against arithmetic on masked pairs.
-BLOCK_ROWS = 256
+BLOCK_ROWS = 128
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -20,6 +20,8 @@ from engine.device import Device
 from engine.lora import LoraLinear, Router, Segment
 
 ATTENTION_NAME = "espalier"
+# Others may scale logits, cap scores, add sinks or skip layers, which would be computed wrongly in silence.
+KNOWN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Attention(Protocol):
@@ -65,6 +67,17 @@ ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _attention_function)
 ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _no_mask)
 
 
+def _refuse_unknown(config: Any) -> None:
+    if config.model_type not in KNOWN_ARCHITECTURES:
+        raise InvalidInput(
+            f"The architecture {config.model_type} is not known to the engine; use one of {', '.join(KNOWN_ARCHITECTURES)}.",
+            param="base_model",
+        )
+    windowed = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    if windowed or (config.model_type == "mistral" and config.sliding_window is not None):
+        raise InvalidInput("The base attends in a sliding window, which packing does not; use one with full attention.", param="base_model")
+
+
 class BaseModel:
     """One copy of the base's weights for policy, reference, rollouts and serving.
 
@@ -76,6 +89,7 @@ class BaseModel:
 
     def __init__(self, folder: Path, device: Device) -> None:
         self.device = device
+        _refuse_unknown(AutoConfig.from_pretrained(folder, local_files_only=True))
         causal: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=device.dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
         )

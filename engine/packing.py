@@ -114,11 +114,14 @@ def pack(groups: Sequence[TrainGroup], pieces: Sequence[Piece], device: torch.de
     return PackedBatch(tuple(pieces), tuple(spans), tensor(tokens), tensor(positions), tensor(predictors), tensor(targets))
 
 
-def check_groups(groups: Sequence[TrainGroup], *, vocab_size: int, max_model_len: int) -> None:
+def check_groups(groups: Sequence[TrainGroup], *, vocab_size: int, max_model_len: int, training: bool) -> None:
     """Refuses what can't be computed.
 
+    Args:
+        training: advantages and weights are looked at too; an excluded completion has the advantage NaN and must not get here.
     Raises:
-        InvalidInput: an empty prompt, an id outside the vocabulary, a sequence over `max_model_len`, or arrays that don't fit together.
+        InvalidInput: an empty prompt, an id outside the vocabulary, a sequence over `max_model_len`, arrays that don't fit together,
+            or advantages or weights that are not finite.
     """
     for index, group in enumerate(groups):
         param, count = f"groups[{index}]", len(group.completions)
@@ -129,6 +132,8 @@ def check_groups(groups: Sequence[TrainGroup], *, vocab_size: int, max_model_len
                 f"{count} completions, {len(group.advantages)} advantages and {len(group.weights)} weights; give as many of each.",
                 param=param,
             )
+        if training and not (np.isfinite(group.advantages).all() and np.isfinite(group.weights).all()):
+            raise InvalidInput("Advantages and weights must be finite; leave out completions that have no score.", param=param)
         for tokens in (group.prompt_tokens, *group.completions):
             if len(tokens) and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
                 raise InvalidInput(f"A token id lies outside the vocabulary of {vocab_size}; use the base's own tokenizer.", param=param)

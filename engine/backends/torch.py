@@ -70,7 +70,7 @@ class TorchTrainer:
         adapter = None if adapter_id is None else self.adapter(adapter_id)
         _check_temperature(temperature)
         collected = _Collected(groups)
-        for batch in self._micro_batches(groups):
+        for batch in self._micro_batches(groups, training=False):
             with torch.no_grad():
                 logprobs_M, _ = self._logprobs(batch, adapter, temperature)
             collected.add(batch, logprobs_M)
@@ -87,7 +87,7 @@ class TorchTrainer:
             raise InvalidInput(f"denominator is {loss.denominator}; it must be above 0.", param="loss.denominator")
         collected = _Collected(groups)
         with slot.accumulating():
-            for batch in self._micro_batches(groups):
+            for batch in self._micro_batches(groups, training=True):
                 self._train(slot, batch, loss, collected)
                 yield
         return ForwardBackwardResult(collected.loss, collected.num_tokens, collected.logprobs(), collected.means())
@@ -143,8 +143,8 @@ class TorchTrainer:
         total.backward()
         collected.add(batch, logprobs_M, loss=float(total.detach()), means={**means, "entropy": float(entropies_M.mean())})
 
-    def _micro_batches(self, groups: Sequence[TrainGroup]) -> Generator[PackedBatch]:
-        check_groups(groups, vocab_size=self.base.vocab_size, max_model_len=self.base.max_model_len)
+    def _micro_batches(self, groups: Sequence[TrainGroup], *, training: bool) -> Generator[PackedBatch]:
+        check_groups(groups, vocab_size=self.base.vocab_size, max_model_len=self.base.max_model_len, training=training)
         for pieces in plan_micro_batches(groups, self._micro_batch_tokens):
             yield pack(groups, pieces, self._model.device.torch)
 

@@ -1,0 +1,110 @@
+"""grpo_loss and token_logprobs against their formulas in float64.
+
+1. The KL term's gradient is that of the exact KL(policy || reference), enumerated over a small vocabulary, on and off policy
+   (OpenRLHF#1309, trl#3025).
+2. Clipping is asymmetric and cuts the gradient on the side that the advantage's sign says.
+3. Nothing to train on gives 0, not NaN (trl#6439).
+4. Chunked logprobs, entropies and gradients equal log_softmax's, whatever the chunk.
+"""
+
+import pytest
+import torch
+
+from engine.logprobs import token_logprobs
+from engine.losses import grpo_loss
+
+V = 7
+
+
+def policy(seed: int) -> torch.Tensor:
+    return torch.randn(V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_kl_gradient_is_exact(off_policy: bool) -> None:
+    logits, ref = policy(0).requires_grad_(), torch.log_softmax(policy(1), -1)
+    logprobs = torch.log_softmax(logits, -1)
+    (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
+    # Every token once, weighed by how often the sampling policy draws it: the sum is the expectation.
+    old = torch.log_softmax(policy(2), -1) if off_policy else logprobs.detach()
+    loss, _ = grpo_loss(
+        logprobs, old if off_policy else None, ref, torch.zeros(V, dtype=torch.float64),
+        weights_N=old.exp(), clip_low=0.2, clip_high=0.2, beta=1.0, denominator=1.0,
+    )  # fmt: skip
+    (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
+    assert torch.allclose(got, exact, atol=1e-12)
+    assert float(loss.detach()) == pytest.approx(float((logprobs.exp() * (logprobs - ref)).sum().detach()), abs=1e-12)
+    gap = ref - logprobs
+    (biased,) = torch.autograd.grad((old.exp() * (gap.exp() - gap - 1)).sum(), logits)
+    assert float((biased - exact).norm() / exact.norm()) > 0.1
+
+
+def test_clip_cuts_the_right_side() -> None:
+    ratio = torch.tensor([0.5, 0.5, 1.0, 1.25, 1.5, 1.5], dtype=torch.float64)
+    advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
+    logprobs = ratio.log().requires_grad_()
+    zeros, ones = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
+    loss, metrics = grpo_loss(logprobs, zeros, None, advantages, weights_N=ones, clip_low=0.2, clip_high=0.28, beta=0, denominator=6)
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx((-0.5 + 0.8 - 1.0 - 1.25 - 1.28 + 1.5) / 6, abs=1e-12)
+    expected = torch.tensor([-0.5, 0, -1.0, -1.25, 0, 1.5], dtype=torch.float64) / 6
+    assert logprobs.grad is not None
+    assert torch.allclose(logprobs.grad, expected, atol=1e-12)
+    assert metrics["clip_fraction"] == pytest.approx(2 / 6)
+
+
+def test_nothing_to_train_on_is_zero() -> None:
+    empty = torch.zeros(0, requires_grad=True)
+    loss, metrics = grpo_loss(
+        empty, None, empty.detach(), empty.detach(), weights_N=empty.detach(), clip_low=0.2, clip_high=0.2, beta=0.1, denominator=1
+    )
+    loss.backward()
+    assert float(loss) == 0
+    assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize(("beta", "denominator", "weights"), [(0.1, 1.0, 3), (0.0, 0.0, 3), (0.0, 1.0, 2)])
+def test_misuse_is_refused(beta: float, denominator: float, weights: int) -> None:
+    with pytest.raises(ValueError, match=r"beta|denominator|shape"):
+        grpo_loss(
+            torch.zeros(3), None, None, torch.zeros(3), weights_N=torch.ones(weights),
+            clip_low=0.2, clip_high=0.2, beta=beta, denominator=denominator,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 7, 1 << 20])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_chunked_logprobs_equal_log_softmax(chunk_bytes: int, temperature: float, entropy: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=generator, requires_grad=True)
+    head, targets = torch.randn(50, 16, generator=generator), torch.randint(0, 50, (23,), generator=generator)
+    scale = torch.randn(23, generator=generator)
+    logprobs, entropies = token_logprobs(hidden, head, targets, temperature=temperature, entropy=entropy, chunk_bytes=chunk_bytes)
+    (logprobs * scale).sum().backward()
+    wide = hidden.detach().double().requires_grad_()
+    full = torch.log_softmax(wide @ head.double().t() / temperature, -1)
+    expected = full.gather(1, targets[:, None])[:, 0]
+    (expected * scale.double()).sum().backward()
+    assert torch.allclose(logprobs.double(), expected, atol=1e-5)
+    assert torch.allclose(entropies.double(), -(full.exp() * full).sum(1) if entropy else torch.zeros(23, dtype=torch.float64), atol=1e-5)
+    assert hidden.grad is not None
+    assert wide.grad is not None
+    assert float((hidden.grad.double() - wide.grad).norm() / wide.grad.norm()) < 1e-6
+
+
+def test_bf16_base_gets_float32_logits() -> None:
+    """A bf16 matmul would round logits to 8 bits (trl#4159's kind: two sides that differ by numerics alone)."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = (4 * torch.randn(9, 64, generator=generator)).bfloat16().requires_grad_()
+    head, targets = torch.randn(20000, 64, generator=generator).bfloat16(), torch.randint(0, 20000, (9,), generator=generator)
+    logprobs, _ = token_logprobs(hidden, head, targets, temperature=1.0)
+    logprobs.sum().backward()
+    wide = hidden.detach().double().requires_grad_()
+    expected = torch.log_softmax(wide @ head.double().t(), -1).gather(1, targets[:, None])[:, 0]
+    expected.sum().backward()
+    assert logprobs.dtype == torch.float32
+    assert torch.allclose(logprobs.double(), expected, atol=1e-4)
+    assert hidden.grad is not None
+    assert wide.grad is not None
+    assert float((hidden.grad.double() - wide.grad).norm() / wide.grad.norm()) < 0.01
