@@ -43,7 +43,7 @@ class EspalierEndpoints:
 
 @router.get("/v1/adapter_fingerprint")
 async def adapter_fingerprint(lora_name: Annotated[str, Query()], raw_request: Request) -> JSONResponse:
-    """What vLLM holds under a name: `{"lora_name", "fingerprint", "dtype", "num_modules"}`; see registry.fingerprint.
+    """What vLLM holds under a name: `{"lora_name", "fingerprint", "dtype", "num_modules"}`; see core.fingerprint.
 
     404: the name is not loaded (a request for it, or /v1/load_lora_adapter, loads it). 500: workers differ, or a slot holds other weights
     than the adapter's.

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import torch
 
-from registry.fingerprint import EngineDtype, Matrix, adapter_fingerprint
+from core.fingerprint import EngineDtype, Matrix, adapter_fingerprint
 
 _DTYPES: dict[torch.dtype, EngineDtype] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -13,7 +13,7 @@ class AdapterInspector:
     """Methods for `collective_rpc`; each worker of a tensor-parallel group answers for itself. `self` is vLLM's worker."""
 
     def espalier_adapter_fingerprint(self, lora_int_id: int | str) -> dict[str, str | int | bool]:
-        """Digest of an adapter in this worker, see registry.fingerprint.
+        """Digest of an adapter in this worker, see core.fingerprint.
 
         The adapter is put into a slot if it has none (as the next request for it would do), and the slot's tensors, those that requests are
         computed with, are compared with the adapter's own, sliced for this worker: a slot left from another adapter can't go unseen.

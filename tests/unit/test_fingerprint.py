@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from registry.fingerprint import EngineDtype, Matrix, adapter_fingerprint, expected_fingerprint
+from core.fingerprint import EngineDtype, Matrix, adapter_fingerprint, expected_fingerprint
 
 MODULES = ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj")
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.numpy import load, save
 
-from registry.fingerprint import expected_fingerprint
+from core.fingerprint import expected_fingerprint
 from registry.manifest import WEIGHTS_FILE, blob_key, sha256_hex
 from registry.replica_name import ReplicaName
 from tests.vllm.adapters import PublishedAdapter, publish_folder, publish_random_adapter
