@@ -101,20 +101,33 @@ class LiveApi:
         return client.files.create(file=(name, content), purpose="fine-tune").id
 
 
-@pytest.fixture
-def api(fresh_settings: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveApi]:
-    """The API with an empty, migrated database; its broker is down, its engine is the scripted replica."""
+@contextmanager
+def run_api(folder: Path, monkeypatch: pytest.MonkeyPatch, *, broker_url: str = "redis://127.0.0.1:1/0") -> Iterator[LiveApi]:
+    """The API over the configured database, migrated here; its engine and only replica is the scripted one."""
     replica = ScriptedReplica(BASE)
     with serve(replica.app) as replica_url:
-        for name, value in {
-            "BASE_MODEL_NAME": BASE, "ADMIN_KEY": ADMIN_KEY, "ENGINE_URL": replica_url, "BROKER_URL": "redis://127.0.0.1:1/0",
-        }.items():  # fmt: skip
+        values = {"BASE_MODEL_NAME": BASE, "ADMIN_KEY": ADMIN_KEY, "ENGINE_URL": replica_url, "BROKER_URL": broker_url}
+        for name, value in values.items():
             monkeypatch.setenv(f"ESPALIER_{name}", value)
         get_settings.cache_clear()
-        migrations.upgrade()
+        migrations.upgrade(get_settings().resolved_database_url)
         app = create_app()
         with serve(app) as url:
-            yield LiveApi(url, app, replica, fresh_settings)
+            yield LiveApi(url, app, replica, folder)
+
+
+@pytest.fixture
+def api(fresh_settings: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveApi]:
+    """The API with an empty SQLite database; its broker is down."""
+    with run_api(fresh_settings, monkeypatch) as running:
+        yield running
+
+
+@pytest.fixture
+def api_on_each(database_url: str, fresh_settings: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveApi]:
+    """The same on SQLite and on PostgreSQL."""
+    with run_api(fresh_settings, monkeypatch) as running:
+        yield running
 
 
 def spec_of(job_id: str) -> JobSpec:

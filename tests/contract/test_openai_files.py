@@ -83,7 +83,7 @@ def test_an_expired_file_is_gone(api: LiveApi) -> None:
     ("name", "content", "form", "param"),
     [
         ("t.jsonl", b"", {}, "file"),
-        ("bad\x07name", ROWS, {}, "file"),
+        ("bad\u200bname", ROWS, {}, "file"),
         ("t.jsonl", ROWS, {"purpose": "mining"}, "purpose"),
         ("t.jsonl", ROWS, {"color": "red"}, "color"),
         ("t.jsonl", ROWS, {"expires_after[seconds]": "5"}, "expires_after[seconds]"),
