@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -26,7 +27,8 @@ from core.settings import Settings
 TENANT, PROJECT, ADAPTER = "acme", "support", "order-numbers"
 REQUIRED_MARGIN = 0.3
 START_TIMEOUT_S = 600.0
-STOP_GRACE_S = 120.0
+PATIENCE_S = 8.0
+STOP_GRACE_S = 30.0
 POLL_S = 1.0
 ENDED = ("succeeded", "failed", "cancelled")
 
@@ -122,8 +124,16 @@ def _platform(settings: Settings, console: Console) -> Generator[str]:
         console.print("Platform: stopping what was started.", highlight=False)
         # A second Ctrl-C does not leave the stopping half done.
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        stop(child, grace_s=STOP_GRACE_S)
+        _stop_platform(child)
         signal.signal(signal.SIGINT, previous)
+
+
+def _stop_platform(child: subprocess.Popen[bytes]) -> None:
+    """Asks once, so that parts end in order, and again soon: the demo's job is done or cancelled, no checkpoint of it is wanted."""
+    child.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(PATIENCE_S)
+    stop(child, grace_s=STOP_GRACE_S)
 
 
 def _wait_healthy(settings: Settings, still_runs: Any) -> str:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,15 +52,16 @@ def signal_group(process: subprocess.Popen[bytes], signum: int) -> None:
         os.killpg(process.pid, signum)
 
 
-def stop(process: subprocess.Popen[bytes], *, grace_s: float, signum: int = signal.SIGTERM) -> None:
-    """Asks the leader to end, waits, then kills what is left of its group.
+def stop(process: subprocess.Popen[bytes], *, grace_s: float, hurry: threading.Event | None = None) -> None:
+    """Asks the leader to end (TERM), waits `grace_s` seconds or until `hurry` is set, then kills what is left of its group.
 
     Only the leader is asked: a Celery parent stops its own children, and they treat the same signal in another way.
     """
     if process.poll() is None:
-        process.send_signal(signum)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(grace_s)
+        process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while process.poll() is None and time.monotonic() < deadline and not (hurry and hurry.is_set()):
+            time.sleep(0.02)
     signal_group(process, signal.SIGKILL)
     process.wait()
     _wait_group_gone(process.pid, 2.0)

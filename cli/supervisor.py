@@ -93,9 +93,11 @@ class Supervisor:
         """Whether every part answered its last health check."""
         return all(running.state is State.HEALTHY for running in self.running.values())
 
-    def run(self, stopping: Event) -> None:
+    def run(self, stopping: Event, hurry: Event | None = None) -> None:
         """Supervises until `stopping` is set, then stops everything; also when a part can't be started at all.
 
+        Args:
+            hurry: once set, no part is waited for any longer when stopping.
         Raises:
             PartFailed: a part died or stayed silent at every try of its first start; the message ends with its log.
         """
@@ -107,13 +109,13 @@ class Supervisor:
                         break
                 stopping.wait(TICK_S)
         finally:
-            self.stop()
+            self.stop(hurry)
 
-    def stop(self) -> None:
+    def stop(self, hurry: Event | None = None) -> None:
         """Stops all parts, last started first."""
         for running in reversed(self.running.values()):
             if running.process is not None:
-                stop(running.process, grace_s=running.part.grace_s)
+                stop(running.process, grace_s=running.part.grace_s, hurry=hurry)
                 running.process = None
                 self._move(running, State.STOPPED)
 

@@ -26,7 +26,7 @@ BEAT_SILENCE_S = 30.0
 
 
 def run_up(settings: Settings, *, json: bool, quiet: bool) -> int:
-    """Runs until SIGINT or SIGTERM.
+    """Runs until SIGINT or SIGTERM; a second one stops without waiting for running jobs to write a checkpoint.
 
     Returns:
         0 after a clean stop.
@@ -36,15 +36,15 @@ def run_up(settings: Settings, *, json: bool, quiet: bool) -> int:
         PartFailed: a part can't be started; everything is stopped again.
     """
     view = make_view(settings, json=json, quiet=quiet)
-    stopping = threading.Event()
-    with data_dir_lock(settings.data_dir), _signals_set(stopping), view:
+    stopping, hurry = threading.Event(), threading.Event()
+    with data_dir_lock(settings.data_dir), _signals_set(stopping, hurry), view:
         _require_ports(settings)
         settings = prepare(settings, view.say, stopping)
         if stopping.is_set():
             return 0
         parts = make_parts(settings)
         supervisor = Supervisor(parts, logs_dir(settings), lambda running: _publish(settings, supervisor, view, running))
-        supervisor.run(stopping)
+        supervisor.run(stopping, hurry)
     return 0
 
 
@@ -172,8 +172,11 @@ def part_status(running: Running) -> dict[str, object]:
 
 
 @contextmanager
-def _signals_set(stopping: threading.Event) -> Generator[None]:
-    previous = {signum: signal.signal(signum, lambda *_: stopping.set()) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+def _signals_set(stopping: threading.Event, hurry: threading.Event) -> Generator[None]:
+    def on_signal(*_: object) -> None:
+        (hurry if stopping.is_set() else stopping).set()
+
+    previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
     finally:

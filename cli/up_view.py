@@ -120,4 +120,4 @@ def _line(running: Running) -> str:
 
 
 def _ready(url: str, data_dir: str) -> str:
-    return f"Espalier is up at {url} (all state in {data_dir}). Ctrl-C stops it."
+    return f"Espalier is up at {url} (all state in {data_dir}). Ctrl-C stops it; twice, without waiting for jobs to write a checkpoint."

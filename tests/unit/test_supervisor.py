@@ -1,5 +1,6 @@
 """The supervisor on real processes: what dies comes back, what is stopped is gone, what can't start says why."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -100,6 +101,21 @@ def test_a_silent_part_is_given_up(tmp_path: Path, stopping: threading.Event) ->
     silent = part("silent", tmp_path, code="import time; time.sleep(600)", start_timeout_s=0.3)
     with pytest.raises(PartFailed, match="silent did not start"):
         Supervisor([silent], tmp_path / "logs", lambda _: None).run(stopping)
+
+
+def test_in_a_hurry_nobody_is_waited_for(tmp_path: Path, stopping: threading.Event) -> None:
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + PART_CODE
+    hurry = threading.Event()
+
+    def on_change(running: Running) -> None:
+        if running.state is State.HEALTHY:
+            stopping.set()
+            threading.Timer(0.5, hurry.set).start()
+
+    one = dataclasses.replace(part("deaf", tmp_path, code=deaf), grace_s=600.0)
+    Supervisor([one], tmp_path / "logs", on_change).run(stopping, hurry)
+    assert hurry.is_set(), "it did not wait at all"
+    assert all(gone(pid) for pid in pids(tmp_path, "deaf"))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
