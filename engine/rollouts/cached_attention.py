@@ -95,10 +95,8 @@ class DecodeAttention:
         keys = keys_SKTD[: self._num_slots, :, : self._num_tokens]
         values = values_SKTD[: self._num_slots, :, : self._num_tokens]
         scores_SKRT = torch.matmul(query_SKRD, keys.transpose(-1, -2)).float().masked_fill_(self._hidden_S11T, MASKED)
-        sums_SKR1 = torch.logsumexp(scores_SKRT, dim=-1, keepdim=True)
-        weights_SKRT = scores_SKRT.sub_(sums_SKR1).exp_()
-        out_SKRD = torch.matmul(weights_SKRT.to(values.dtype), values)
-        return out_SKRD[self._slots_N].float(), sums_SKR1[self._slots_N]
+        out_SKRD, sums_SKR1 = _weigh(scores_SKRT, values)
+        return out_SKRD[self._slots_N], sums_SKR1[self._slots_N]
 
     def _prompts(self, layer: int, query_NKRD: Tensor) -> tuple[Tensor, Tensor]:
         """The same over shared prompts; rows without one get the log-sum-exp MASKED, hence no share."""
@@ -109,10 +107,16 @@ class DecodeAttention:
             rows = slice(group.start, group.stop)
             query_KGD = query_NKRD[rows].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
             scores_KGP = torch.matmul(query_KGD, group.prompt.keys[layer].transpose(-1, -2)).float()
-            sums_KG1 = torch.logsumexp(scores_KGP, dim=-1, keepdim=True)
-            values_KPD = group.prompt.values[layer]
-            group_KGD = torch.matmul(scores_KGP.sub_(sums_KG1).exp_().to(values_KPD.dtype), values_KPD).float()
+            group_KGD, sums_KG1 = _weigh(scores_KGP, group.prompt.values[layer])
             count = group.stop - group.start
             out_NKRD[rows] = group_KGD.view(num_kv_heads, count, per_kv, head_dim).transpose(0, 1)
             sums_NKR1[rows] = sums_KG1.view(num_kv_heads, count, per_kv, 1).transpose(0, 1)
         return out_NKRD, sums_NKR1
+
+
+def _weigh(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Softmax of float32 scores (overwritten) over their last dimension, applied to values; and the log-sum-exp of the scores."""
+    greatest = scores.amax(dim=-1, keepdim=True)
+    weights = scores.sub_(greatest).exp_()
+    totals = weights.sum(dim=-1, keepdim=True)
+    return torch.matmul(weights.to(values.dtype), values).float().div_(totals), greatest.add_(totals.log())

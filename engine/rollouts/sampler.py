@@ -1,6 +1,6 @@
 """One token of every row out of its logits. Dimensions: N rows, V vocabulary, C candidates."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,33 +48,32 @@ def draw(logits_NV: Tensor, rows: Sequence[Row]) -> list[Draw]:
     Args:
         logits_NV: float32; overwritten.
     """
-    # Before logprobs: their rounding could make a tie of two logits that differ.
-    tokens_N = logits_NV.argmax(dim=-1)
+    greedy = [i for i, row in enumerate(rows) if row.temperature == 0]
     temperatures_N = torch.tensor([row.temperature or 1.0 for row in rows], dtype=torch.float32, device=logits_NV.device)
-    logprobs_NV = logits_NV.div_(temperatures_N[:, None])
-    logprobs_NV.sub_(torch.logsumexp(logprobs_NV, dim=-1, keepdim=True))
-    plain = [i for i, row in enumerate(rows) if row.temperature > 0 and row.top_p >= 1]
-    if plain:
-        index = torch.tensor(plain, device=logits_NV.device)
-        all_plain = len(plain) == len(rows)
-        probs_NV = (logprobs_NV if all_plain else logprobs_NV[index]).exp()
-        tokens_N[index] = _invert(probs_NV, _uniforms(rows, plain, logits_NV))
+    logits_NV.div_(temperatures_N[:, None])
+    logits_NV.sub_(logits_NV.amax(dim=-1, keepdim=True))
+    # One exponential and one sum over the vocabulary serve both the draw and the logprob; torch sums float32 in double here.
+    cumulative_NV = logits_NV.exp().cumsum_(dim=-1)
+    log_totals_N = cumulative_NV[:, -1].log()
+    tokens_N = _invert(cumulative_NV, _uniforms(rows, range(len(rows)), logits_NV))
+    if greedy:
+        index = torch.tensor(greedy, device=logits_NV.device)
+        tokens_N[index] = logits_NV[index].argmax(dim=-1)
     for i, row in enumerate(rows):
         if row.temperature > 0 and row.top_p < 1:
-            kept_C = _nucleus(logprobs_NV[i], row.top_p)
-            tokens_N[i] = kept_C[_invert(logprobs_NV[i, kept_C].exp()[None], _uniforms(rows, [i], logits_NV))[0]]
-    chosen_N = logprobs_NV.gather(1, tokens_N[:, None])[:, 0]
-    tokens, chosen = tokens_N.tolist(), chosen_N.tolist()
-    return [Draw(tokens[i], chosen[i], _top(logprobs_NV[i], row.num_top_logprobs)) for i, row in enumerate(rows)]
+            kept_C = _nucleus(logits_NV[i] - log_totals_N[i], row.top_p)
+            tokens_N[i] = kept_C[_invert(logits_NV[i, kept_C].exp().cumsum(dim=-1)[None], _uniforms(rows, [i], logits_NV))[0]]
+    chosen_N = logits_NV.gather(1, tokens_N[:, None])[:, 0] - log_totals_N
+    tokens, chosen, log_totals = tokens_N.tolist(), chosen_N.tolist(), log_totals_N.tolist()
+    return [Draw(tokens[i], chosen[i], _top(logits_NV[i], log_totals[i], row.num_top_logprobs)) for i, row in enumerate(rows)]
 
 
-def _uniforms(rows: Sequence[Row], index: Sequence[int], like: Tensor) -> Tensor:
+def _uniforms(rows: Sequence[Row], index: Iterable[int], like: Tensor) -> Tensor:
     return torch.tensor([uniform(rows[i].seed, rows[i].position) for i in index], dtype=torch.float32, device=like.device)
 
 
-def _invert(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """First token whose cumulative probability passes the uniform number; never one of probability 0."""
-    cumulative_NV = probs_NV.cumsum(dim=-1)
+def _invert(cumulative_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """First token whose cumulative weight passes the uniform share of the total; never one of weight 0."""
     totals_N1 = cumulative_NV[:, -1:]
     # float32 may round the product up to the total itself, which no token would pass.
     targets_N1 = torch.minimum(uniforms_N[:, None] * totals_N1, torch.nextafter(totals_N1, torch.zeros_like(totals_N1)))
@@ -92,8 +91,8 @@ def _nucleus(logprobs_V: Tensor, top_p: float) -> Tensor:
     return torch.arange(logprobs_V.shape[0], device=logprobs_V.device)
 
 
-def _top(logprobs_V: Tensor, count: int) -> tuple[tuple[int, float], ...]:
+def _top(shifted_V: Tensor, log_total: float, count: int) -> tuple[tuple[int, float], ...]:
     if count == 0:
         return ()
-    best = logprobs_V.topk(min(count, logprobs_V.shape[0]))
-    return tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    best = shifted_V.topk(min(count, shifted_V.shape[0]))
+    return tuple((token, value - log_total) for token, value in zip(best.indices.tolist(), best.values.tolist(), strict=True))

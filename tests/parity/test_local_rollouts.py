@@ -138,7 +138,7 @@ def test_one_sequence_at_a_time_is_bit_for_bit(tiny_model: Path) -> None:
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.6), (1.5, 0.9)])
 def test_sampled_tokens_follow_the_distribution(temperature: float, top_p: float) -> None:
     logits_V = torch.randn(20, generator=torch.Generator().manual_seed(0)) * 2
-    num_draws = 20_000
+    num_draws = 20_000 if top_p == 1 else 4_000
     rows = [Row(temperature, top_p, seed, position=3) for seed in range(num_draws)]
     draws = draw(logits_V.repeat(num_draws, 1), rows)
     probs_V = torch.softmax(logits_V.double() / temperature, dim=-1)
