@@ -1,4 +1,4 @@
-"""The reference pages of docs/, made from the contracts themselves: `python -m cli.reference` writes them, a test holds them to the code."""
+"""The reference pages of docs/, made from the contracts: `python -m cli.reference` writes them, a test holds them to the code."""
 
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ def job_page() -> str:
 
 def settings_page() -> str:
     """docs/settings.md: every environment variable."""
-    head = "# Settings of the platform\n\nMade by `python -m cli.reference` from `core/settings.py`; do not edit. Read once from the environment."
-    return f"{head}\n\n{_table(Settings.model_fields, prefix='ESPALIER_')}\n"
+    made = "Made by `python -m cli.reference` from `core/settings.py`; do not edit. Read once from the environment."
+    return f"# Settings of the platform\n\n{made}\n\n{_table(Settings.model_fields, prefix='ESPALIER_')}\n"
 
 
 def _table(fields: dict[str, FieldInfo], prefix: str = "") -> str:
