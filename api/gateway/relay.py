@@ -1,13 +1,13 @@
 """One inference request on its way through: opened on a replica, relayed, counted, and closed however it ends."""
 
 import asyncio
-import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import httpx
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse, Response
@@ -175,27 +175,23 @@ async def _events(upstream: httpx.Response) -> AsyncIterator[bytes]:
 
 
 async def _unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Runs `work` and cancels it once the client has left; returns when it has ended, its clean-up included.
+    """Runs `work` and cancels it once the client has left.
+
+    By a cancel scope, and not by cancelling a task: httpx shields the return of a connection to its pool from the former only, and a task
+    that is cancelled in the middle of that return leaks the connection.
 
     Raises:
         Whatever `work` raises.
     """
+    with anyio.CancelScope() as scope:
 
-    async def left() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            scope.cancel()
 
-    task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(left())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        watcher.cancel()
-        if not task.done():
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watcher
-    try:
-        await task
-    except asyncio.CancelledError:
-        if not task.cancelled():
-            raise
+        watcher = asyncio.create_task(watch())
+        try:
+            await work
+        finally:
+            watcher.cancel()

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-from sqlalchemy import select
+from sqlalchemy import func, select
 
 from core import db
 from core.db import session_scope
@@ -20,9 +20,10 @@ HI = [{"role": "user", "content": "hi"}]
 
 
 def usage() -> dict[str, tuple[int, int, int]]:
-    """(requests, prompt tokens, completion tokens) by model."""
+    """(requests, prompt tokens, completion tokens) by model, over all keys."""
+    sums = [func.sum(column) for column in (Usage.num_requests, Usage.prompt_tokens, Usage.completion_tokens)]
     with session_scope(readonly=True) as session:
-        return {row.model: (row.num_requests, row.prompt_tokens, row.completion_tokens) for row in session.scalars(select(Usage))}
+        return {row[0]: (row[1], row[2], row[3]) for row in session.execute(select(Usage.model, *sums).group_by(Usage.model))}
 
 
 def tenant_id(name: str) -> str:
