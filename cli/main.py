@@ -163,6 +163,7 @@ def _exit_with(command: Callable[[], int]) -> None:
         typer.echo(f"error: {error.message}", err=True)
         code = EXIT_CODES.get(error.code, 1)
     except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
         code = 130
     sys.exit(code)
 
