@@ -275,3 +275,18 @@ def test_base_digest_follows_the_files(tiny_model: Path, tmp_path: Path) -> None
         load_base(settings)
     with pytest.raises(NotFound):
         load_base(Settings(base_model_path=str(tmp_path / "nowhere")))
+
+
+def test_a_call_that_is_abandoned_adds_nothing(engine: Engine) -> None:
+    """A repeat after a failure would else count its first micro-batches twice."""
+    trainer, clean = (trainer_of(engine, micro_batch_tokens=20) for _ in range(2))
+    for each in (trainer, clean):
+        each.create_adapter("job", LORA, seed=0)
+        drain(each.forward_backward("job", make_groups(SHAPES, seed=1), LOSS))
+    abandoned = trainer.forward_backward("job", make_groups(SHAPES), LOSS)
+    next(abandoned)
+    abandoned.close()
+    assert trainer.save_state("job") == clean.save_state("job")
+    drain(trainer.forward_backward("job", make_groups(SHAPES), LOSS))
+    drain(clean.forward_backward("job", make_groups(SHAPES), LOSS))
+    assert trainer.save_state("job") == clean.save_state("job")
