@@ -12,6 +12,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from openai.types.fine_tuning import FineTuningJob
 from peft import PeftModel
 from safetensors.numpy import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -58,20 +59,20 @@ def acme(platform: Platform) -> openai.OpenAI:
 
 
 @pytest.fixture(scope="module")
-def job(acme: openai.OpenAI) -> openai.types.fine_tuning.FineTuningJob:
+def job(acme: openai.OpenAI) -> FineTuningJob:
     done = wait_for(acme, submit(acme, num_steps=NUM_STEPS))
     assert done.status == "succeeded", done.error
     return done
 
 
-def test_vllm_samples_what_the_trainer_scores(acme: openai.OpenAI, job: openai.types.fine_tuning.FineTuningJob) -> None:
+def test_vllm_samples_what_the_trainer_scores(acme: openai.OpenAI, job: FineTuningJob) -> None:
     metrics = [e.data for e in acme.fine_tuning.jobs.list_events(job.id, limit=100).data if e.type == "metrics"]
     gaps = [m["sampler_trainer_logprob_gap_max"] for m in metrics if "sampler_trainer_logprob_gap_max" in m]  # type: ignore[index,operator]
     assert len(gaps) >= NUM_STEPS // 2
     assert max(gaps) < 1e-4  # float32 on both sides
 
 
-def test_vllm_keeps_no_training_adapter(replica: VllmServer, job: openai.types.fine_tuning.FineTuningJob) -> None:
+def test_vllm_keeps_no_training_adapter(replica: VllmServer, job: FineTuningJob) -> None:
     names = [m["id"] for m in replica.client.get("/v1/models").json()["data"]]
     assert not [name for name in names if name.startswith("train/")], job.id
 
@@ -79,7 +80,7 @@ def test_vllm_keeps_no_training_adapter(replica: VllmServer, job: openai.types.f
 def test_the_adapter_is_served_by_vllm_through_the_gateway(
     platform: Platform,
     acme: openai.OpenAI,
-    job: openai.types.fine_tuning.FineTuningJob,
+    job: FineTuningJob,
     replica: VllmServer,
     base_model: Path,
     tmp_path: Path,
@@ -122,7 +123,7 @@ def test_a_mixed_batch_with_all_slots_taken_leaks_nothing(acme: openai.OpenAI, p
 
 
 def test_a_killed_worker_with_vllm_rollouts_ends_close_to_an_unbroken_run(
-    platform: Platform, job: openai.types.fine_tuning.FineTuningJob, acme: openai.OpenAI, record_property: pytest.RecordProperty
+    platform: Platform, job: FineTuningJob, acme: openai.OpenAI, record_property: pytest.RecordProperty
 ) -> None:
     """vLLM's numerics depend on what shares its batch, so the digest may differ: the difference is measured and printed."""
     client = platform.client("killed")
