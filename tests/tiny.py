@@ -30,8 +30,8 @@ def write_tiny_model(folder: Path, *, num_layers: int = 2, num_heads: int = 4, s
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(vocab), hidden_size=64, intermediate_size=128, num_hidden_layers=num_layers, num_attention_heads=num_heads,
-        num_key_value_heads=num_heads // 2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2, tie_word_embeddings=True,
-        initializer_range=0.2,
+        num_key_value_heads=num_heads // 2, max_position_embeddings=512, bos_token_id=1, eos_token_id=2, pad_token_id=2,
+        tie_word_embeddings=True, initializer_range=0.2,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.float32)
     model.save_pretrained(folder)

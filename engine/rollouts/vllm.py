@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, cast
 
@@ -132,7 +133,7 @@ class VllmRollouts:
             response = httpx.get(f"{self._url}/v1/adapter_fingerprint", params={"lora_name": name}, timeout=SYNC_TIMEOUT_S, trust_env=False)
         except httpx.HTTPError as error:
             raise Unavailable(f"vLLM at {self._url} does not answer ({error}); is it running?") from error
-        if response.status_code == httpx.codes.NOT_FOUND and name in response.text:
+        if response.status_code == HTTPStatus.NOT_FOUND and name in response.text:
             return None
         if not response.is_success:
             raise Unavailable(
@@ -162,9 +163,9 @@ async def _complete(client: httpx.AsyncClient, model: str, request: SampleReques
         response = await client.post("/v1/completions", json=body)
     except httpx.HTTPError as error:
         raise Unavailable(f"vLLM does not answer ({error}); is it running?") from error
-    if response.status_code == httpx.codes.NOT_FOUND:
+    if response.status_code == HTTPStatus.NOT_FOUND:
         raise NotFound(f"vLLM lost {model}; it has to be synced again.", code="adapter_not_loaded")
-    if response.status_code == httpx.codes.BAD_REQUEST:
+    if response.status_code == HTTPStatus.BAD_REQUEST:
         raise InvalidInput(f"vLLM refused the request: {response.text[:300]}")
     if not response.is_success:
         raise Unavailable(f"vLLM answered {response.status_code}: {response.text[:300]}")
