@@ -3,7 +3,7 @@
 import io
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -123,7 +123,7 @@ def test_a_mixed_batch_with_all_slots_taken_leaks_nothing(acme: openai.OpenAI, p
 
 
 def test_a_killed_worker_with_vllm_rollouts_ends_close_to_an_unbroken_run(
-    platform: Platform, job: FineTuningJob, acme: openai.OpenAI, record_property: pytest.RecordProperty
+    platform: Platform, job: FineTuningJob, acme: openai.OpenAI, record_property: Callable[[str, object], None]
 ) -> None:
     """vLLM's numerics depend on what shares its batch, so the digest may differ: the difference is measured and printed."""
     client = platform.client("killed")
