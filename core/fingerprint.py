@@ -32,9 +32,8 @@ def adapter_fingerprint(modules: Iterable[tuple[str, Matrix, Matrix]], dtype: En
     """Digest of an adapter as an engine holds it.
 
     Args:
-        modules: (module name such as `model.layers.0.self_attn.q_proj`, A as (R, I), scaling * B as (O, R)) in any order, float32 holding
-        the
-            engine's values exactly.
+        modules: (module name such as `model.layers.0.self_attn.q_proj`, A as (R, I), scaling * B as (O, R)) in any order,
+            float32 holding the engine's values exactly.
         dtype: what the engine computes in; part of the digest.
     Returns:
         64 hex digits.
