@@ -29,6 +29,7 @@ from engine.types import (
     OptimResult,
     SampleRequest,
     SavedAdapter,
+    StackedOn,
     TrainGroup,
 )
 
@@ -87,9 +88,12 @@ class EngineClient:
         """
         return list(self._call("render", {"conversations": [[dict(m) for m in messages] for messages in conversations]}))
 
-    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+    def create_adapter(
+        self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
+    ) -> AdapterInfo:
         """See Trainer."""
-        return wire.build(AdapterInfo, self._mutate("create_adapter", adapter_id, {"lora": lora, "seed": seed, "weights": weights}))
+        arguments = {"lora": lora, "seed": seed, "weights": weights, "under": under}
+        return wire.build(AdapterInfo, self._mutate("create_adapter", adapter_id, arguments))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """See Verbs."""
@@ -104,9 +108,12 @@ class EngineClient:
         answer = self._call("sample", {"adapter_id": adapter_id, "requests": list(requests)})
         return [[wire.build(Completion, completion) for completion in completions] for completions in answer]
 
-    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> tuple[tuple[FloatArray, ...], ...]:
+    def forward(
+        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+    ) -> tuple[tuple[FloatArray, ...], ...]:
         """See Trainer."""
-        answer = self._call("forward", {"adapter_id": adapter_id, "groups": list(groups), "temperature": temperature})
+        arguments = {"adapter_id": adapter_id, "groups": list(groups), "temperature": temperature, "reference": reference}
+        answer = self._call("forward", arguments)
         return tuple(tuple(np.asarray(logprobs, dtype=np.float32) for logprobs in group) for group in answer)
 
     def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> ForwardBackwardResult:

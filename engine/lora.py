@@ -53,7 +53,7 @@ class Adapter:
         key = (name, dtype)
         if key not in self._cast:
             pair = self.factors[name]
-            self._cast[key] = (pair.a_RI.detach().to(dtype), (pair.b_OR.detach() * self.settings.scaling).to(dtype))
+            self._cast[key] = (pair.a_RI.detach().to(dtype), (pair.b_OR.detach() * self.settings.scaling_of(name)).to(dtype))
         return self._cast[key]
 
     def changed(self) -> None:
@@ -124,7 +124,9 @@ class LoraLinear(nn.Module):
             assert segment.adapter is not None
             pair, rows = segment.adapter.factors[self.name], slice(segment.start, segment.stop)
             low_NR = F.linear(x_NI[rows], pair.a_RI.to(x_NI.dtype))
-            pieces.append(torch.addmm(y_NO[rows], low_NR, pair.b_OR.to(x_NI.dtype).t(), alpha=segment.adapter.settings.scaling))
+            pieces.append(
+                torch.addmm(y_NO[rows], low_NR, pair.b_OR.to(x_NI.dtype).t(), alpha=segment.adapter.settings.scaling_of(self.name))
+            )
             done = segment.stop
         if done < y_NO.shape[0]:
             pieces.append(y_NO[done:])
@@ -144,7 +146,7 @@ def new_adapter(settings: LoraSettings, layers: dict[str, tuple[int, int]], *, s
         if name.rsplit(".", 1)[-1] not in settings.target_modules:
             continue
         num_inputs, num_outputs = layers[name]
-        a_RI = torch.empty(settings.rank, num_inputs)
+        a_RI = torch.empty(settings.rank_of(name), num_inputs)
         nn.init.kaiming_uniform_(a_RI, a=math.sqrt(5), generator=generator)
-        factors[name] = Factors(a_RI.to(device), torch.zeros(num_outputs, settings.rank, device=device))
+        factors[name] = Factors(a_RI.to(device), torch.zeros(num_outputs, settings.rank_of(name), device=device))
     return Adapter(settings, factors)

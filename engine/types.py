@@ -80,11 +80,18 @@ class TrainGroup:
     """G values; what each token of that completion weighs in the loss's sum (1 / its length, or 1)."""
     old_logprobs: tuple[FloatArray, ...] | None = None
     """Per completion T values under the policy that sampled; None on the first update after a rollout: the policy itself."""
+    sampler_logprobs: tuple[FloatArray, ...] | None = None
+    """Per completion T values as the rollout engine gave them, for truncated importance sampling; None leaves it out."""
+    token_weights: tuple[FloatArray, ...] | None = None
+    """Per completion T factors on `weights`, 0 for tokens that are left out; None is 1 throughout."""
+
+
+LossKind = Literal["clip", "sequence_clip", "cispo", "flow", "sft", "dpo"]
 
 
 @dataclass(frozen=True)
 class LossSettings:
-    """The clipped group-relative loss of one batch; see `engine.losses.grpo_loss`."""
+    """The loss of one batch; see `engine.losses`."""
 
     clip_low: float
     clip_high: float
@@ -93,6 +100,22 @@ class LossSettings:
     """Number that the weighted sum over tokens is divided by; of the global batch, so micro-batching can't change gradients."""
     temperature: float
     """Sampling temperature; logits are divided by it on both sides."""
+    kind: LossKind = "clip"
+    """clip: GRPO, Dr. GRPO, DAPO, RLOO; sequence_clip: GSPO; cispo; flow: FlowRL; sft; dpo (groups of chosen and rejected)."""
+    entropy_bonus: float = 0.0
+    importance_cap: float | None = None
+    """Truncates trainer / sampler probability (needs `sampler_logprobs`); rejection is done by `token_weights`."""
+
+
+@dataclass(frozen=True)
+class StackedOn:
+    """The adapter under a stacked one."""
+
+    weights: bytes
+    """safetensors in PEFT's key names."""
+    lora: LoraSettings
+    trainable: bool
+    """Whether it takes gradients too (its learning rate: `LearningRateGroup` with part "start")."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +174,13 @@ class Trainer(Protocol):
 
     base: BaseModelInfo
 
-    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
-        """Makes (or replaces) an adapter: fresh (A random by `seed`, B zero) or from PEFT safetensors `weights`.
+    def create_adapter(
+        self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
+    ) -> AdapterInfo:
+        """Makes (or replaces) an adapter: fresh (by `seed` and lora.init), from PEFT safetensors `weights`, or fresh over `under`.
 
-        With `weights` the reference policy is a frozen copy of them, so KL at step 0 is 0; else the bare base.
+        The reference policy is what the policy is at this moment (a frozen copy of `weights` or `under`, else the bare base), so KL at
+        step 0 is 0.
         """
         ...
 
@@ -162,8 +188,14 @@ class Trainer(Protocol):
         """Frees its memory; dropping what is not there is no error."""
         ...
 
-    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> Iterator[None]:
-        """Per-token logprobs without gradients (generator returning tuple[tuple[FloatArray, ...], ...]); None is the bare base."""
+    def forward(
+        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+    ) -> Iterator[None]:
+        """Per-token logprobs without gradients (generator returning tuple[tuple[FloatArray, ...], ...]); None is the bare base.
+
+        Args:
+            reference: of the adapter's reference policy instead of its current one.
+        """
         ...
 
     def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> Iterator[None]:
@@ -228,7 +260,9 @@ class Verbs(Protocol):
         """Token ids of each conversation by the base's chat template, the assistant's turn opened at the end."""
         ...
 
-    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+    def create_adapter(
+        self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
+    ) -> AdapterInfo:
         """See Trainer."""
         ...
 
@@ -244,7 +278,9 @@ class Verbs(Protocol):
         """See Rollouts."""
         ...
 
-    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> tuple[tuple[FloatArray, ...], ...]:
+    def forward(
+        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+    ) -> tuple[tuple[FloatArray, ...], ...]:
         """See Trainer."""
         ...
 

@@ -14,7 +14,17 @@ from engine import wire
 from engine.chat import ChatTokenizer
 from engine.compute import Compute
 from engine.fencing import Caller, Fences
-from engine.types import BaseModelInfo, Completion, ForwardBackwardResult, LossSettings, Rollouts, SampleRequest, Trainer, TrainGroup
+from engine.types import (
+    BaseModelInfo,
+    Completion,
+    ForwardBackwardResult,
+    LossSettings,
+    Rollouts,
+    SampleRequest,
+    StackedOn,
+    Trainer,
+    TrainGroup,
+)
 
 T = TypeVar("T")
 
@@ -46,6 +56,7 @@ class _Forward(_Call):
     adapter_id: str | None
     groups: tuple[TrainGroup, ...]
     temperature: float
+    reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class _CreateAdapter(_Mutating):
     lora: LoraSettings
     seed: int
     weights: bytes | None = None
+    under: StackedOn | None = None
 
 
 @dataclass(frozen=True)
@@ -130,7 +142,7 @@ class VerbService:
         return await self._chat.render(call.conversations)
 
     async def _create_adapter(self, call: _CreateAdapter) -> object:
-        create = partial(self._trainer.create_adapter, call.adapter_id, call.lora, seed=call.seed, weights=call.weights)
+        create = partial(self._trainer.create_adapter, call.adapter_id, call.lora, seed=call.seed, weights=call.weights, under=call.under)
         return await self._mutate(call, "create_adapter", lambda: self._changing(call.adapter_id, create, loads=True))
 
     async def _load_state(self, call: _LoadState) -> object:
@@ -173,7 +185,7 @@ class VerbService:
 
     async def _forward(self, call: _Forward) -> object:
         _check_groups(call.groups)
-        run = partial(self._trainer.forward, call.adapter_id, call.groups, temperature=call.temperature)
+        run = partial(self._trainer.forward, call.adapter_id, call.groups, temperature=call.temperature, reference=call.reference)
         return await self._read(call, call.adapter_id, "forward", lambda: self._turns(run))
 
     async def _sample(self, call: _Sample) -> object:
@@ -240,6 +252,8 @@ def _check_groups(groups: tuple[TrainGroup, ...]) -> None:
             ("weights", group.weights, np.float32),
             *(("completions", tokens, np.int32) for tokens in group.completions),
             *(("old_logprobs", values, np.float32) for values in group.old_logprobs or ()),
+            *(("sampler_logprobs", values, np.float32) for values in group.sampler_logprobs or ()),
+            *(("token_weights", values, np.float32) for values in group.token_weights or ()),
         ):
             _check_array(array, f"groups[{i}].{name}", dtype)
 

@@ -77,6 +77,10 @@ def _build(kind: Any, data: Any, where: str) -> object:
         if not isinstance(data, (list, tuple)):
             raise ValueError(f"{where} must be a list")
         return tuple(_build(args[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is typing.Literal:
+        if data not in args:
+            raise ValueError(f"{where} must be one of {', '.join(map(repr, args))}, not {data!r}")
+        return data
     if origin is np.ndarray:
         if not isinstance(data, np.ndarray):
             raise ValueError(f"{where} must be an array")

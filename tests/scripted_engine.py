@@ -28,6 +28,7 @@ from engine.types import (
     OptimResult,
     SampleRequest,
     SavedAdapter,
+    StackedOn,
     TrainGroup,
     Verbs,
 )
@@ -88,7 +89,9 @@ class ScriptedClient:
         self._enter("render", None)
         return [np.frombuffer("".join(m["content"] for m in c).encode(), dtype=np.uint8).astype(np.int32) for c in conversations]
 
-    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+    def create_adapter(
+        self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
+    ) -> AdapterInfo:
         self._enter("create_adapter", adapter_id)
         factors = load(weights) if weights else {}
         for name in () if weights else lora.target_modules:
@@ -121,7 +124,9 @@ class ScriptedClient:
             [_complete(f"{fingerprint}/{r.prompt_tokens.tobytes().hex()}/{p.seed}/{p.temperature}") for p in r.params] for r in requests
         ]
 
-    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> tuple[tuple[FloatArray, ...], ...]:
+    def forward(
+        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+    ) -> tuple[tuple[FloatArray, ...], ...]:
         self._enter("forward", adapter_id)
         return tuple(tuple(_logprobs(c) for c in g.completions) for g in groups)
 

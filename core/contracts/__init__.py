@@ -1,22 +1,25 @@
 """Typed values that cross boundaries."""
 
+from core.contracts.algorithm import AlgorithmName, AlgorithmSettings
 from core.contracts.base import Contract
 from core.contracts.dataset import DatasetReport, LineFault, TokenStats
 from core.contracts.graders import Grader, MultiGrader, StringCheckGrader, TextMetric, TextSimilarityGrader
 from core.contracts.job import TERMINAL, EventLevel, EventType, JobSpec, JobStatus, ReinforcementSettings
 from core.contracts.lineage import Lineage
+from core.contracts.lora import ALL_LINEAR, LoraSettings, RankBudget, TargetModule
 from core.contracts.training import (
-    ALL_LINEAR,
-    AlgorithmSettings,
+    CurriculumSettings,
+    EvaluationSettings,
     Hyperparameters,
-    LoraSettings,
+    LearningRateGroup,
     OptimizerSettings,
     RolloutSettings,
-    TargetModule,
+    WarmUpSettings,
 )
 
 __all__ = [
-    "ALL_LINEAR", "TERMINAL", "AlgorithmSettings", "Contract", "DatasetReport", "EventLevel", "EventType", "Grader", "Hyperparameters",
-    "JobSpec", "JobStatus", "LineFault", "Lineage", "LoraSettings", "MultiGrader", "OptimizerSettings", "ReinforcementSettings",
-    "RolloutSettings", "StringCheckGrader", "TargetModule", "TextMetric", "TextSimilarityGrader", "TokenStats",
+    "ALL_LINEAR", "TERMINAL", "AlgorithmName", "AlgorithmSettings", "Contract", "CurriculumSettings", "DatasetReport", "EvaluationSettings",
+    "EventLevel", "EventType", "Grader", "Hyperparameters", "JobSpec", "JobStatus", "LearningRateGroup", "LineFault", "Lineage",
+    "LoraSettings", "MultiGrader", "OptimizerSettings", "RankBudget", "ReinforcementSettings", "RolloutSettings", "StringCheckGrader",
+    "TargetModule", "TextMetric", "TextSimilarityGrader", "TokenStats", "WarmUpSettings",
 ]  # fmt: skip

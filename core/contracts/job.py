@@ -6,9 +6,18 @@ from typing import Literal
 
 from pydantic import Field
 
+from core.contracts.algorithm import AlgorithmSettings
 from core.contracts.base import Contract
 from core.contracts.graders import Grader
-from core.contracts.training import AlgorithmSettings, Hyperparameters, LoraSettings, OptimizerSettings, RolloutSettings
+from core.contracts.lora import LoraSettings
+from core.contracts.training import (
+    CurriculumSettings,
+    EvaluationSettings,
+    Hyperparameters,
+    OptimizerSettings,
+    RolloutSettings,
+    WarmUpSettings,
+)
 
 
 class JobStatus(StrEnum):
@@ -46,12 +55,24 @@ class JobSpec(Contract):
     algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
+    warm_up: WarmUpSettings = Field(default_factory=WarmUpSettings)
+    curriculum: CurriculumSettings = Field(default_factory=CurriculumSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
     checkpoint_interval: int = Field(
         default=5, ge=1, description="Optimizer steps between checkpoints. 5: at most that much work is done twice after a crash."
     )
     num_steps: int | None = Field(default=None, ge=1, le=100_000, description="Optimizer steps; default n_epochs over the file.")
     start_from: str | None = Field(
         default=None, description="Digest of the adapter version that training continues from; default a new adapter."
+    )
+    start_mode: Literal["continue", "stack"] = Field(
+        default="continue",
+        description="continue: that adapter itself is trained; stack: a new one of shape lora is put over it, and the pair leaves as one "
+        "adapter of both ranks.",
+    )
+    start_lora: LoraSettings | None = Field(default=None, description="Shape of the adapter that training starts from (stack).")
+    start_learning_rate: float = Field(
+        default=0.0, ge=0, le=1, description="Learning rate of the adapter underneath (stack); 0 keeps it as it is."
     )
 
     @property

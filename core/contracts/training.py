@@ -1,81 +1,11 @@
-"""What a job may set about its training, beside OpenAI's own fields. Every default says why."""
+"""What a job may set about sampling, optimising, its course and its evaluation. Every default says why."""
 
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from core.contracts.base import Contract
-
-TargetModule = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ALL_LINEAR: tuple[TargetModule, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-
-
-class LoraSettings(Contract):
-    """Shape of the adapter."""
-
-    rank: int = Field(
-        default=16,
-        ge=1,
-        le=512,
-        description="Rank of the update of each layer. 16: RL carries little information a sample, so a low rank loses nothing.",
-    )
-    alpha: float = Field(
-        default=32.0,
-        gt=0,
-        description="The update is scaled by alpha / rank. 32: twice the rank, the common choice for which learning rates are known.",
-    )
-    target_modules: tuple[TargetModule, ...] = Field(
-        default=ALL_LINEAR,
-        min_length=1,
-        description="Layers that get an adapter. All linear ones: attention alone learns worse at the same size.",
-    )
-
-    @model_validator(mode="after")
-    def _unique(self) -> Self:
-        if len(set(self.target_modules)) != len(self.target_modules):
-            raise ValueError("target_modules names a module twice; name each once")
-        return self
-
-    @property
-    def scaling(self) -> float:
-        """alpha / rank (Hu et al. 2021, arXiv:2106.09685, section 4.1)."""
-        return self.alpha / self.rank
-
-
-class AlgorithmSettings(Contract):
-    """The objective. GRPO as in Shao et al. 2024, arXiv:2402.03300; departures are named at the fields."""
-
-    name: Literal["grpo"] = Field(default="grpo", description="Which objective.")
-    group_size: int = Field(
-        default=8, ge=2, le=256, description="Completions per prompt. 8: fewer makes the group's mean noisy, more costs in proportion."
-    )
-    clip_low: float = Field(
-        default=0.2, gt=0, lt=1, description="The policy ratio is clipped below at 1 - clip_low. 0.2 as in PPO and the paper."
-    )
-    clip_high: float = Field(
-        default=0.2, gt=0, description="The policy ratio is clipped above at 1 + clip_high. 0.2 as in PPO and the paper."
-    )
-    beta: float = Field(
-        default=0.04,
-        ge=0,
-        le=10,
-        description="Weight of the KL term against the reference policy. 0.04 as in the paper; 0 saves the reference pass.",
-    )
-    scale_advantages: bool = Field(default=True, description="Divide advantages by the group's standard deviation, as in the paper.")
-    loss_aggregation: Literal["sequence", "token"] = Field(
-        default="sequence",
-        description="sequence: mean over a completion's tokens, then over completions (the paper's eq. 3); token: mean over all tokens.",
-    )
-    share_backbone: bool = Field(
-        default=True,
-        description="The reference policy is the same base with the adapter off (one copy of the base). The only mode; false is refused.",
-    )
-
-    @model_validator(mode="after")
-    def _shared(self) -> Self:
-        if not self.share_backbone:
-            raise ValueError("share_backbone must be true: a second copy of the base for the reference is not kept")
-        return self
+from core.contracts.lora import TargetModule
 
 
 class RolloutSettings(Contract):
@@ -91,6 +21,18 @@ class RolloutSettings(Contract):
         default=128, ge=1, le=32768, description="Longest completion, in tokens. Truncated completions are graded as they are."
     )
     stop: tuple[str, ...] = Field(default=(), max_length=4, description="Strings that end a completion; they are not part of it.")
+
+
+class LearningRateGroup(Contract):
+    """A learning rate of their own for some of the factors. The first group that matches a layer counts."""
+
+    learning_rate: float = Field(ge=0, le=1, description="Peak learning rate of these factors; 0 freezes them. Schedule and warm-up apply.")
+    target_modules: tuple[TargetModule, ...] = Field(default=(), description="Module kinds, e.g. the attention's four; empty: every kind.")
+    first_layer: int = Field(default=0, ge=0, description="First decoder layer, 0 for the lowest.")
+    last_layer: int | None = Field(default=None, ge=0, description="Last decoder layer, itself included; null: the highest.")
+    part: Literal["any", "start", "new"] = Field(
+        default="any", description="Of a stacked adapter: start is what training began from, new what was put over it."
+    )
 
 
 class OptimizerSettings(Contract):
@@ -118,6 +60,59 @@ class OptimizerSettings(Contract):
     eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(default=0.0, ge=0, le=1, description="Decoupled weight decay. 0: the KL term already holds the adapter.")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are scaled so that their global norm is at most this.")
+    learning_rate_groups: tuple[LearningRateGroup, ...] = Field(
+        default=(), max_length=32, description="Learning rates by layer, module kind or part; what no group matches takes learning_rate."
+    )
+
+
+class WarmUpSettings(Contract):
+    """Supervised steps before the reinforcement: cross-entropy on the reference answers of the same file."""
+
+    steps: int = Field(default=0, ge=0, le=100_000, description="Supervised optimizer steps that come first. 0: none.")
+    answer_field: str = Field(
+        default="answer", min_length=1, max_length=200, description="Field beside messages that holds a row's reference answer."
+    )
+    batch_size: int = Field(default=8, ge=1, le=1024, description="Rows per supervised step.")
+    learning_rate: float = Field(
+        default=2e-4, gt=0, le=1, description="Constant rate of the warm-up. 2e-4: what supervised LoRA commonly takes."
+    )
+
+
+class CurriculumSettings(Contract):
+    """Which rows are met how often. Rows of weight w are drawn w times as often as rows of weight 1."""
+
+    mode: Literal["none", "difficulty", "pass_rate"] = Field(
+        default="none",
+        description="none: every row once an epoch; difficulty: easy rows first, by a field of the file; pass_rate: rows that the policy "
+        "always or never solves are met less, by the rewards seen so far.",
+    )
+    difficulty_field: str = Field(
+        default="difficulty", min_length=1, max_length=200, description="Field with a number, higher is harder (mode difficulty)."
+    )
+    ramp: float = Field(
+        default=0.5, gt=0, le=1, description="Share of the steps after which all rows are open (mode difficulty). 0.5: half of the job."
+    )
+    easy_above: float = Field(
+        default=0.9, ge=0, le=1, description="Mean reward above which a row counts as too easy (mode pass_rate), on the grader's scale."
+    )
+    hopeless_below: float = Field(
+        default=0.1, ge=0, le=1, description="Mean reward below which a row counts as hopeless (mode pass_rate), on the grader's scale."
+    )
+    min_weight: float = Field(
+        default=0.2, gt=0, le=1, description="Weight of rows that are too easy or hopeless. 0.2: still met, since the policy changes."
+    )
+
+
+class EvaluationSettings(Contract):
+    """What the held-out rewards decide. They need a validation file."""
+
+    early_stop_patience: int | None = Field(
+        default=None, ge=1, description="Stop after so many evaluations in a row without a better one. null: never."
+    )
+    min_improvement: float = Field(default=0.0, ge=0, description="What a reward must gain over the best one to count as better.")
+    publish: Literal["last", "best"] = Field(
+        default="last", description="Which step's adapter the job ends with: the last one's, or the one with the best held-out reward."
+    )
 
 
 class Hyperparameters(Contract):

@@ -22,7 +22,17 @@ from engine.losses import grpo_loss
 from engine.model import BaseModel
 from engine.packing import PackedBatch, check_groups, pack, plan_micro_batches
 from engine.peft_export import adapter_config, adapter_weights, read_adapter
-from engine.types import AdapterInfo, BaseModelInfo, FloatArray, ForwardBackwardResult, LossSettings, OptimResult, SavedAdapter, TrainGroup
+from engine.types import (
+    AdapterInfo,
+    BaseModelInfo,
+    FloatArray,
+    ForwardBackwardResult,
+    LossSettings,
+    OptimResult,
+    SavedAdapter,
+    StackedOn,
+    TrainGroup,
+)
 
 Logprobs = tuple[tuple[FloatArray, ...], ...]
 
@@ -40,8 +50,12 @@ class TorchTrainer:
         self._micro_batch_tokens = micro_batch_tokens
         self._slots: dict[str, Slot] = {}
 
-    def create_adapter(self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None) -> AdapterInfo:
+    def create_adapter(
+        self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
+    ) -> AdapterInfo:
         """See `engine.types.Trainer`."""
+        if under is not None:
+            raise InvalidInput("Stacking over an adapter is not there yet.", param="under")
         device = self._model.device.torch
         if weights is None:
             slot = Slot(new_adapter(lora, self._model.layers, seed=seed, device=device), None)
@@ -65,9 +79,12 @@ class TorchTrainer:
         """
         return self._slot(adapter_id).adapter
 
-    def forward(self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float) -> Generator[None, None, Logprobs]:
+    def forward(
+        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+    ) -> Generator[None, None, Logprobs]:
         """See `engine.types.Trainer`."""
-        adapter = None if adapter_id is None else self.adapter(adapter_id)
+        slot = None if adapter_id is None else self._slot(adapter_id)
+        adapter = None if slot is None else slot.reference if reference else slot.adapter
         _check_temperature(temperature)
         collected = _Collected(groups)
         for batch in self._micro_batches(groups, training=False):

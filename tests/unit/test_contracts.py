@@ -53,7 +53,7 @@ def test_steps_cover_every_epoch(rows: int, epochs: int, batch: int, want: int) 
 
 
 def test_scaling_is_alpha_over_rank() -> None:
-    assert LoraSettings(rank=8, alpha=32).scaling == 4
+    assert LoraSettings(rank=8, alpha=32).scaling_of("layers.0.mlp.up_proj") == 4
 
 
 def test_reasoning_effort_is_refused_with_the_reason() -> None:
