@@ -35,18 +35,14 @@ class AlgorithmSettings(Contract):
 
     name: AlgorithmName = Field(
         default="grpo",
-        description="Which objective: grpo, dr_grpo, dapo, gspo, cispo, rloo, flowrl (all by sampling and grading), sft (reference answers), "
+        description="Which objective: grpo, dr_grpo, dapo, gspo, cispo, rloo, flowrl (all sample and grade), sft (reference answers), "
         "dpo (pairs). The defaults below are grpo's; docs/algorithms.md lists the others'.",
     )
     group_size: int = Field(
         default=8, ge=1, le=256, description="Completions per prompt. 8: fewer makes the group's mean noisy, more costs in proportion."
     )
-    clip_low: float = Field(
-        default=0.2, gt=0, lt=1, description="The policy ratio is clipped below at 1 - clip_low. 0.2 as in PPO and the paper."
-    )
-    clip_high: float = Field(
-        default=0.2, gt=0, description="The policy ratio is clipped above at 1 + clip_high. 0.2 as in PPO and the paper."
-    )
+    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low. 0.2 as in PPO and the paper.")
+    clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high. 0.2 as in PPO and the paper.")
     beta: float = Field(
         default=0.04,
         ge=0,
@@ -68,12 +64,12 @@ class AlgorithmSettings(Contract):
     importance_cap: float | None = Field(
         default=None,
         gt=0,
-        description="Weigh tokens by trainer probability / sampler probability, at most this (TIS, Yao et al. 2025); corrects rollouts by an "
+        description="Weigh tokens by trainer / sampler probability, at most this (TIS, Yao et al. 2025); corrects rollouts by an "
         "engine of another precision. null: off. 2 is common.",
     )
     importance_mode: Literal["truncate", "reject"] = Field(
         default="truncate",
-        description="truncate: the weight is cut at importance_cap; reject: tokens whose weight lies outside [1 / cap, cap] are left out of "
+        description="truncate: the weight is cut at importance_cap; reject: tokens whose weight is outside [1 / cap, cap] are left out of "
         "loss and denominator.",
     )
     updates_per_rollout: int = Field(
@@ -92,7 +88,7 @@ class AlgorithmSettings(Contract):
         default=0.0,
         ge=0,
         le=1,
-        description="Completions longer than (1 - share) * max_tokens lose up to 1 reward, linearly (DAPO's soft overlong punishment, where "
+        description="Completions longer than (1 - share) * max_tokens lose up to 1 reward, linearly (DAPO's overlong punishment, where "
         "0.2 is the paper's). 0: none.",
     )
     mask_truncated: bool = Field(

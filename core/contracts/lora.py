@@ -79,7 +79,7 @@ class LoraSettings(Contract):
         default=1,
         ge=1,
         le=16,
-        description="Above 1: a mixture of so many adapters with a learned gate per layer. It trains and samples here; vLLM can't gate, so it "
+        description="Above 1: a mixture of so many adapters, gated per layer. It trains and samples here; vLLM can't gate, so it "
         "leaves as one adapter distilled from it, with the loss told.",
     )
 
