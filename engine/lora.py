@@ -4,16 +4,19 @@ Dimensions: N packed tokens, I and O a layer's inputs and outputs, R rank.
 """
 
 import math
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import sha256
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from core.contracts import LoraSettings
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Adapter:
 
     settings: LoraSettings
     factors: dict[str, Factors]
-    _cast: dict[tuple[str, torch.dtype], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+    _derived: dict[Hashable, Any] = field(default_factory=dict[Hashable, Any], repr=False)
 
     def parameters(self) -> Iterator[Tensor]:
         """A and B of every layer, in the order of layer names."""
@@ -49,16 +52,23 @@ class Adapter:
         return digest.hexdigest()
 
     def cast(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Detached A and B * scaling in the base's precision, kept until `changed` is called: for sampling, without gradients."""
-        key = (name, dtype)
-        if key not in self._cast:
+        """Detached A and B * scaling in the base's precision: for sampling, without gradients."""
+
+        def make() -> tuple[Tensor, Tensor]:
             pair = self.factors[name]
-            self._cast[key] = (pair.a_RI.detach().to(dtype), (pair.b_OR.detach() * self.settings.scaling_of(name)).to(dtype))
-        return self._cast[key]
+            return pair.a_RI.detach().to(dtype), (pair.b_OR.detach() * self.settings.scaling_of(name)).to(dtype)
+
+        return self.derived((name, dtype), make)
+
+    def derived(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives, kept under `key` until `changed` is called."""
+        if key not in self._derived:
+            self._derived[key] = make()
+        return cast(T, self._derived[key])
 
     def changed(self) -> None:
         """Call after the factors were written in place."""
-        self._cast.clear()
+        self._derived.clear()
 
 
 @dataclass(frozen=True)
