@@ -115,6 +115,12 @@ class BaseModel:
             output: Any = self._stack(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
         return output.last_hidden_state[0]
 
+    def weight(self, name: str) -> Tensor:
+        """The base's weight [O, I] of a layer in `layers`; not to be written."""
+        layer = self._stack.get_submodule(name)
+        assert isinstance(layer, LoraLinear)
+        return layer.base.weight.detach()
+
     def _wrap_linears(self) -> dict[str, tuple[int, int]]:
         """Puts a LoraLinear over every linear layer of the stack; returns (inputs, outputs) by name."""
         found = {name: module for name, module in self._stack.named_modules() if isinstance(module, nn.Linear)}

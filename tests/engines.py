@@ -61,8 +61,8 @@ def busy_adapter(engine: Engine, adapter_id: str, *, seed: int, rank: int = 8, s
     adapter = engine.trainer.adapter(adapter_id)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for pair in adapter.factors.values():
-            pair.b_OR.copy_(torch.randn(pair.b_OR.shape, generator=generator) * scale)
+        for (part,) in adapter.factors.values():
+            part.b_OR.copy_(torch.randn(part.b_OR.shape, generator=generator) * scale)
     adapter.changed()
     return adapter
 

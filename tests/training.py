@@ -56,7 +56,8 @@ def busy_weights(engine: Engine, lora: LoraSettings, *, seed: int, scale: float 
     adapter = new_adapter(lora, engine.base.layers, seed=seed, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
     for name in sorted(adapter.factors):
-        b_OR = adapter.factors[name].b_OR
+        (part,) = adapter.factors[name]
+        b_OR = part.b_OR
         b_OR.copy_(torch.randn(b_OR.shape, generator=generator) * scale)
     return adapter_weights(adapter)
 
@@ -83,8 +84,8 @@ def outside_logprobs(model: Any, group: TrainGroup, temperature: float) -> list[
 def gradients(trainer: TorchTrainer, adapter_id: str) -> dict[str, torch.Tensor]:
     """Accumulated gradients by PEFT's parameter names."""
     found: dict[str, torch.Tensor] = {}
-    for name, pair in trainer.adapter(adapter_id).factors.items():
-        for letter, factor in (("A", pair.a_RI), ("B", pair.b_OR)):
+    for name, (part,) in trainer.adapter(adapter_id).factors.items():
+        for letter, factor in (("A", part.a_RI), ("B", part.b_OR)):
             grad = factor.grad
             found[f"base_model.model.model.{name}.lora_{letter}.default.weight"] = (
                 torch.zeros_like(factor) if grad is None else grad.clone()

@@ -67,7 +67,8 @@ class LoraSettings(Contract):
     rank_pattern: dict[str, int] = Field(
         default_factory=dict[str, int],
         max_length=1000,
-        description="Ranks of their own: keys end a layer's name (q_proj, layers.0.mlp.up_proj), the longest one that fits counts.",
+        description="Ranks of their own: keys end a layer's name (q_proj, layers.0.mlp.up_proj), the longest one that fits counts. 0: none "
+        "there.",
     )
     alpha_pattern: dict[str, float] = Field(
         default_factory=dict[str, float], max_length=1000, description="Alphas of their own, keyed as rank_pattern."
@@ -91,8 +92,8 @@ class LoraSettings(Contract):
             for key, value in values.items():
                 if not key or key.startswith(".") or key.endswith("."):
                     raise ValueError(f"{field}: {key!r} is no end of a layer's name; write q_proj or layers.0.mlp.up_proj")
-                if not 0 < value <= (MAX_RANK if field == "rank_pattern" else math.inf):
-                    raise ValueError(f"{field}[{key!r}] is {value}; give a number above 0 (ranks at most {MAX_RANK})")
+                if not (0 <= value <= MAX_RANK if field == "rank_pattern" else 0 < value < math.inf):
+                    raise ValueError(f"{field}[{key!r}] is {value}; give a rank from 0 to {MAX_RANK}, or an alpha above 0")
         special = [name for name, on in (
             ("rank_budget", self.rank_budget is not None), ("num_experts", self.num_experts > 1), ("init pissa", self.init == "pissa"),
             ("kind full", self.kind == "full"),

@@ -14,14 +14,15 @@ from torch import Tensor
 from core.contracts import LoraSettings, OptimizerSettings
 from core.errors import InvalidInput, NotFound
 from engine.attention import PackedAttention
-from engine.backends.optimizer import Slot, frozen_copy
+from engine.backends.create import new_slot
+from engine.backends.optimizer import Slot
 from engine.backends.state import slot_from_bytes, slot_to_bytes
 from engine.logprobs import token_logprobs
-from engine.lora import Adapter, Segment, new_adapter
+from engine.lora import Adapter, Segment
 from engine.losses import grpo_loss
 from engine.model import BaseModel
 from engine.packing import PackedBatch, check_groups, pack, plan_micro_batches
-from engine.peft_export import adapter_config, adapter_weights, read_adapter
+from engine.peft_export import adapter_config, adapter_weights
 from engine.types import (
     AdapterInfo,
     BaseModelInfo,
@@ -54,17 +55,7 @@ class TorchTrainer:
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
         """See `engine.types.Trainer`."""
-        if under is not None:
-            raise InvalidInput("Stacking over an adapter is not there yet.", param="under")
-        device = self._model.device.torch
-        if weights is None:
-            slot = Slot(new_adapter(lora, self._model.layers, seed=seed, device=device), None)
-        else:
-            adapter = read_adapter(weights, lora, self._model.layers, device)
-            slot = Slot(adapter, frozen_copy(adapter))
-        if not slot.parameters:
-            raise InvalidInput("None of target_modules is a layer of the base; name layers that it has.", param="lora.target_modules")
-        self._slots[adapter_id] = slot
+        self._slots[adapter_id] = new_slot(self._model, lora, seed=seed, weights=weights, under=under)
         return self._info(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> None:
@@ -122,7 +113,8 @@ class TorchTrainer:
     def save(self, adapter_id: str) -> SavedAdapter:
         """See `engine.types.Trainer`."""
         adapter = self.adapter(adapter_id)
-        return SavedAdapter(adapter_weights(adapter), adapter_config(adapter.settings, self.base.name), adapter.fingerprint())
+        config = adapter_config(adapter, self.base.name, self._model.layers)
+        return SavedAdapter(adapter_weights(adapter), config, adapter.fingerprint())
 
     def save_state(self, adapter_id: str) -> bytes:
         """See `engine.types.Trainer`."""
@@ -158,6 +150,7 @@ class TorchTrainer:
             clip_low=loss.clip_low, clip_high=loss.clip_high, beta=loss.beta, denominator=loss.denominator,
         )  # fmt: skip
         total.backward()
+        slot.adapter.micro_batch += 1
         collected.add(batch, logprobs_M, loss=float(total.detach()), means={**means, "entropy": float(entropies_M.mean())})
 
     def _micro_batches(self, groups: Sequence[TrainGroup], *, training: bool) -> Generator[PackedBatch]:

@@ -18,6 +18,7 @@ import numpy as np
 from core.errors import InvalidInput, NotFound, Unavailable
 from core.fingerprint import EngineDtype, expected_fingerprint
 from core.settings import Settings
+from engine.peft_export import exported_scaling
 from engine.types import Completion, FinishReason, SampleRequest, SamplingParams, Trainer
 
 MAX_CONCURRENT_REQUESTS = 256
@@ -69,8 +70,8 @@ class VllmRollouts:
         (folder / "adapter_model.safetensors").write_bytes(saved.weights)
         (folder / "adapter_config.json").write_text(json.dumps(dict(saved.config)))
         self._load(name, folder)
-        scaling = float(saved.config["lora_alpha"]) / float(saved.config["r"])
-        self._pushed[adapter_id] = _Pushed(name, folder, saved.fingerprint, self._check(name, saved.weights, scaling))
+        held = self._check(name, saved.weights, exported_scaling(saved.config))
+        self._pushed[adapter_id] = _Pushed(name, folder, saved.fingerprint, held)
         if before is not None and before.name != name:
             self._forget(before)
         return saved.fingerprint

@@ -101,7 +101,7 @@ class ServingAdapters:
 
 
 def adapter_of(config: Mapping[str, Any], weights: bytes, base: BaseModel) -> Adapter:
-    """A PEFT adapter as the engine computes it; each layer's own scaling is folded into its B.
+    """A PEFT adapter as the engine computes it, each layer with its own scaling.
 
     Raises:
         InvalidInput: what the engine can't serve exactly, by name; any missing or unexpected key; a wrong shape, a rank over the limit, a
@@ -116,7 +116,7 @@ def adapter_of(config: Mapping[str, Any], weights: bytes, base: BaseModel) -> Ad
     missing = sorted(_expected_layers(config, base) - pairs.keys())
     if missing:
         raise _refuse(f"The weights lack {missing[0]}" + (f" and {len(missing) - 1} more layers" if len(missing) > 1 else "") + ".")
-    factors: dict[str, Factors] = {}
+    factors: dict[str, tuple[Factors, ...]] = {}
     for layer, (a_RI, b_OR) in pairs.items():
         rank, scaling = _rank_and_scaling(config, layer)
         num_inputs, num_outputs = base.layers[layer]
@@ -128,11 +128,10 @@ def adapter_of(config: Mapping[str, Any], weights: bytes, base: BaseModel) -> Ad
         a_RI, b_OR = a_RI.to(base.device.torch, torch.float32), b_OR.to(base.device.torch, torch.float32)
         if not (bool(torch.isfinite(a_RI).all()) and bool(torch.isfinite(b_OR).all())):
             raise _refuse(f"{layer} holds values that are not finite.")
-        factors[layer] = Factors(a_RI.contiguous(), (b_OR * scaling).contiguous())
+        factors[layer] = (Factors(a_RI.contiguous(), b_OR.contiguous(), scaling, trainable=False),)
     modules = {layer.rsplit(".", 1)[-1] for layer in factors}
-    rank = max(pair.a_RI.shape[0] for pair in factors.values())
+    rank = max(part.a_RI.shape[0] for (part,) in factors.values())
     try:
-        # alpha = rank: the scaling, now 1, is in B already.
         settings = LoraSettings(rank=rank, alpha=float(rank), target_modules=cast(Any, tuple(sorted(modules))))
     except pydantic.ValidationError as error:
         raise _refuse(f"The adapter has layers that this engine doesn't adapt: {', '.join(sorted(modules))}.") from error
