@@ -11,12 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast, get_args
 
-from core.contracts import TargetModule
+from core.contracts import LoraSettings, TargetModule
 from core.errors import InvalidInput
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 512
 TARGETS = frozenset[str](get_args(TargetModule))
+_PARENT = {
+    "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
+    "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
+}  # fmt: skip
+_LAYER_TARGET = re.compile(r"layers\.(0|[1-9][0-9]{0,3})\.(self_attn|mlp)\.([a-z]+_proj)")
 # Without effect on what the adapter computes once it is trained; not kept.
 _IGNORED = frozenset(
     {"peft_version", "base_model_name_or_path", "revision", "inference_mode", "lora_dropout", "megatron_core", "qalora_group_size",
@@ -48,7 +53,7 @@ class PeftConfig:
     r: int
     lora_alpha: float
     target_modules: tuple[str, ...]
-    """Sorted."""
+    """Sorted: module kinds, or single layers such as `layers.0.mlp.up_proj` where a kind is not adapted everywhere."""
     use_rslora: bool = False
     rank_pattern: Mapping[str, int] = field(default_factory=dict[str, int])
     alpha_pattern: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -66,6 +71,33 @@ class PeftConfig:
         """Scaling of the module at a dotted path."""
         alpha = self.alpha_pattern.get(_match(self.alpha_pattern, module) or "", self.lora_alpha)
         return self._scaling(alpha, self.rank_of(module))
+
+    def modules(self, num_layers: int) -> list[str]:
+        """Dotted paths of the adapted modules in a base of so many layers."""
+        found: list[str] = []
+        for target in self.target_modules:
+            if target in TARGETS:
+                found += [f"model.layers.{layer}.{_PARENT[target]}.{target}" for layer in range(num_layers)]
+            elif int(target.split(".")[1]) < num_layers:
+                found.append(f"model.{target}")
+        return sorted(found)
+
+    def lora_settings(self) -> LoraSettings:
+        """The shape for a job that continues this adapter or stacks over it."""
+        single = [target for target in self.target_modules if target not in TARGETS]
+        partial = {_kind(target) for target in single}
+        ranks = {key.removeprefix("model."): rank for key, rank in self.rank_pattern.items() if _kind(key) not in partial}
+        # A kind that is adapted in some layers only: rank 0 throughout, and those layers by name.
+        ranks |= dict.fromkeys(partial, 0) | {target: self.rank_of(f"model.{target}") for target in single}
+        kinds = sorted({_kind(target) for target in self.target_modules})
+        return LoraSettings(
+            rank=self.r,
+            alpha=self.lora_alpha,
+            target_modules=cast("Any", tuple(kinds)),
+            rslora=self.use_rslora,
+            rank_pattern=ranks,
+            alpha_pattern={key.removeprefix("model."): alpha for key, alpha in self.alpha_pattern.items()},
+        )
 
     def _scaling(self, alpha: float, rank: int) -> float:
         return alpha / (math.sqrt(rank) if self.use_rslora else rank)
@@ -145,10 +177,19 @@ def _targets(value: Any) -> tuple[str, ...]:
     if not isinstance(value, (list, tuple, set, frozenset)) or not value:
         raise _refuse("target_modules", f"is {_short(value)}; list the modules by name, at least one")
     names: list[Any] = list(cast("Any", value))
-    unknown = sorted({str(name) for name in names if name not in TARGETS})
+    unknown = sorted({str(name) for name in names if name not in TARGETS and not _is_layer(name)})
     if unknown:
         raise _refuse("target_modules", f"names {', '.join(unknown)}, which can't be served; known are {', '.join(sorted(TARGETS))}")
-    return tuple(sorted(set(names)))
+    return tuple(sorted(name for name in set(names) if name in TARGETS or _kind(name) not in names))
+
+
+def _kind(path: str) -> str:
+    return path.rsplit(".", 1)[-1]
+
+
+def _is_layer(name: Any) -> bool:
+    match = _LAYER_TARGET.fullmatch(name) if isinstance(name, str) else None
+    return match is not None and _PARENT.get(match[3]) == match[2]
 
 
 def _pattern(value: Mapping[str, Any], name: str) -> dict[str, Any]:

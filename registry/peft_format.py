@@ -1,7 +1,7 @@
 """A PEFT adapter, checked without torch before it may become a version: a bad one is refused here, not by a server that it takes down."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,11 +13,9 @@ from registry.peft_config import PeftConfig, parse_config
 from registry.safetensors_file import TensorEntry, as_float, read_header, refuse
 
 _PREFIX = "base_model.model."
+FULL_PREFIX = "full/"
+"""Of the keys of a full-parameter job's export."""
 _LAYER = re.compile(r"base_model\.model\.model\.layers\.(0|[1-9][0-9]{0,3})\.")
-_PARENT = {
-    "q_proj": "self_attn", "k_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn",
-    "gate_proj": "mlp", "up_proj": "mlp", "down_proj": "mlp",
-}  # fmt: skip
 _NAMED_AT_MOST = 4
 
 
@@ -70,12 +68,14 @@ def check_adapter(weights: bytes, config: Mapping[str, Any] | bytes, *, base_mod
     """
     settings = parse_config(config)
     tensors = read_header(weights)
+    if any(name.startswith(FULL_PREFIX) for name in tensors):
+        raise refuse("These are the dense changes of a job of kind full: a shared base serves LoRA adapters only. Train one of kind lora.")
     layers = num_layers if num_layers is not None else _count_layers(tensors)
-    modules = [f"model.layers.{layer}.{_PARENT[name]}.{name}" for layer in range(layers) for name in settings.target_modules]
+    modules = settings.modules(layers)
     _check_keys(tensors, {_key(module, side) for module in modules for side in "AB"})
     for module in modules:
         _check_scaling(settings, module)
-    _check_shapes(settings, tensors, layers)
+    _check_shapes(settings, tensors, modules)
     learned = _check_values(weights, tensors)
     warnings = () if learned else ("lora_B is zero in every module: the adapter answers exactly as the base model does.",)
     return PeftAdapter(settings.to_bytes(base_model=base_model), weights, settings, layers, warnings)
@@ -97,7 +97,8 @@ def _count_layers(tensors: Mapping[str, TensorEntry]) -> int:
 def _check_keys(tensors: Mapping[str, TensorEntry], expected: set[str]) -> None:
     missing, unexpected = sorted(expected - tensors.keys()), sorted(tensors.keys() - expected)
     if len(missing) == len(expected):
-        raise refuse(f"The adapter applies to no module: it has no key such as {missing[0]!r}; it has {_named(unexpected)}.")
+        wanted = missing[0] if missing else "that of a layer of the base"
+        raise refuse(f"The adapter applies to no module: it has no key such as {wanted!r}; it has {_named(unexpected)}.")
     if missing:
         raise refuse(f"The weights lack {len(missing)} tensors that the config's target modules need: {_named(missing)}.")
     if unexpected:
@@ -117,22 +118,21 @@ def _check_scaling(settings: PeftConfig, module: str) -> None:
         )
 
 
-def _check_shapes(settings: PeftConfig, tensors: Mapping[str, TensorEntry], num_layers: int) -> None:
-    """A is [R, in] and B is [out, R]; in and out are one module's in every layer."""
-    for name in settings.target_modules:
-        sizes: dict[str, int] = {}
-        for layer in range(num_layers):
-            module = f"model.layers.{layer}.{_PARENT[name]}.{name}"
-            rank = settings.rank_of(module)
-            for side, rank_axis in (("A", 0), ("B", 1)):
-                key = _key(module, side)
-                shape = tensors[key].shape
-                if len(shape) != 2 or shape[rank_axis] != rank or 0 in shape:
-                    wanted = f"[{rank}, in]" if side == "A" else f"[out, {rank}]"
-                    raise refuse(f"Tensor {key!r} has shape {list(shape)}; with rank {rank} it must be {wanted}.")
-                size = shape[1 - rank_axis]
-                if sizes.setdefault(side, size) != size:
-                    raise refuse(f"Tensor {key!r} has shape {list(shape)}; in the first layer that size is {sizes[side]}, not {size}.")
+def _check_shapes(settings: PeftConfig, tensors: Mapping[str, TensorEntry], modules: Sequence[str]) -> None:
+    """A is [R, in] and B is [out, R]; in and out are one module kind's in every layer."""
+    sizes: dict[tuple[str, str], int] = {}
+    for module in modules:
+        rank, kind = settings.rank_of(module), module.rsplit(".", 1)[-1]
+        for side, rank_axis in (("A", 0), ("B", 1)):
+            key = _key(module, side)
+            shape = tensors[key].shape
+            if len(shape) != 2 or shape[rank_axis] != rank or 0 in shape:
+                wanted = f"[{rank}, in]" if side == "A" else f"[out, {rank}]"
+                raise refuse(f"Tensor {key!r} has shape {list(shape)}; with rank {rank} it must be {wanted}.")
+            size = shape[1 - rank_axis]
+            first = sizes.setdefault((kind, side), size)
+            if first != size:
+                raise refuse(f"Tensor {key!r} has shape {list(shape)}; in the first layer that size is {first}, not {size}.")
 
 
 def _check_values(weights: bytes, tensors: Mapping[str, TensorEntry]) -> bool:

@@ -1,7 +1,6 @@
 """Submitting a job: everything that can be refused is refused here, before anything is queued."""
 
 import hashlib
-import json
 import secrets
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from engine.graders import validate_grader
 from registry.download import load_manifest
 from registry.manifest import CONFIG_FILE
 from registry.names import check_name, resolve
+from registry.peft_config import parse_config
 from registry.store import ObjectStore
 
 
@@ -158,9 +158,7 @@ def _adapter_start(session: Session, scope: Scope, store: ObjectStore, name: str
         message = f"{param}: {name!r} is an adapter of {resolved.adapter.base_model!r}, which this platform does not serve now."
         raise InvalidInput(message, param=param)
     manifest = load_manifest(store, resolved.version.digest)
-    config = json.loads(store.get_blob(manifest.files[CONFIG_FILE]))
-    lora = LoraSettings(rank=config["r"], alpha=config["lora_alpha"], target_modules=tuple(config["target_modules"]))
-    return Start(resolved.version.digest, lora)
+    return Start(resolved.version.digest, parse_config(store.get_blob(manifest.files[CONFIG_FILE])).lora_settings())
 
 
 def _lora(asked: LoraSettings | None, start: Start) -> LoraSettings:

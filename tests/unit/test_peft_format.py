@@ -145,6 +145,37 @@ def test_rank_pattern_decides_shapes_and_must_keep_one_scaling() -> None:
     assert "regular expressions" in refused(rank_pattern={".*q_proj": 8}).message
 
 
+def test_single_layers_are_targets_too() -> None:
+    """A rank budget can leave layers without an adapter; what it names must be there, and nothing else."""
+    values = {name: value for name, value in tensors().items() if "layers.0.mlp.down_proj" not in name}
+    targets = ["q_proj", "v_proj", "layers.1.mlp.down_proj"]
+    checked = check(values, target_modules=targets)
+    assert checked.settings.modules(NUM_LAYERS) == [
+        "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj",
+        "model.layers.1.self_attn.q_proj", "model.layers.1.self_attn.v_proj",
+    ]  # fmt: skip
+    lora = checked.settings.lora_settings()
+    assert [lora.rank_of(f"layers.{layer}.mlp.down_proj") for layer in (0, 1)] == [0, RANK]
+    assert lora.rank_of("layers.0.self_attn.q_proj") == RANK
+    assert "down_proj" in refused(target_modules=targets).message
+    assert "lora_A" in refused(values, target_modules=[*targets, "layers.0.mlp.up_proj"]).message
+    assert "applies to no module" in refused({}, target_modules=["layers.7.mlp.down_proj"]).message
+    for wrong in ("layers.1.self_attn.down_proj", "layers.01.mlp.down_proj", "layers.*.mlp.down_proj", "model.layers.1.mlp.down_proj"):
+        assert "target_modules" in refused(values, target_modules=["q_proj", "v_proj", wrong]).message
+
+
+def test_settings_of_an_accepted_config() -> None:
+    accepted = parse_config(config(rank_pattern={"q_proj": 8, "model.layers.1.mlp.down_proj": 2}, alpha_pattern={"q_proj": 4.5}))
+    lora = accepted.lora_settings()
+    for name in accepted.modules(NUM_LAYERS):
+        assert lora.rank_of(name.removeprefix("model.")) == accepted.rank_of(name)
+        assert lora.scaling_of(name.removeprefix("model.")) == accepted.scaling_of(name)
+
+
+def test_dense_changes_are_no_adapter() -> None:
+    assert "kind full" in refused({"full/layers.0.mlp.down_proj": np.ones((4, 4), np.float32)}).message
+
+
 def test_rslora_scaling() -> None:
     assert parse_config(config(use_rslora=True)).scaling == pytest.approx(8 / RANK**0.5)
 
