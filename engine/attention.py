@@ -38,7 +38,7 @@ class PackedAttention:
         self._sizes = [size for prompt_rows, blocks in self._prompts for size in (prompt_rows, *(block.rows for block in blocks))]
 
     def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
-        """Exact attention, [N, Q, D]; see `engine.model.Attention`."""
+        """Exact attention, [N, Q, D]; see `engine.decoder.Attention`."""
         del layer
         # One split, not slices: the backward of a slice would fill and add a whole [N, heads, D] tensor per piece.
         queries, keys, values = query_NQD.split(self._sizes), key_NKD.split(self._sizes), value_NKD.split(self._sizes)

@@ -1,5 +1,6 @@
 """The one module that knows devices. Everything else asks it, so that no `.cuda()` hides elsewhere."""
 
+import ctypes
 import importlib
 import importlib.util
 import os
@@ -62,6 +63,35 @@ def set_threads(num_threads: int | None) -> int:
     count = num_threads or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
     return count
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8
+
+
+def keep_memory() -> bool:
+    """Makes the C library keep what is freed instead of giving each large buffer back at once.
+
+    Activations come and go hundreds of times a second; mapped anew each time, every page of them would be faulted in and zeroed.
+
+    Returns:
+        Whether it could be set (glibc only).
+    """
+    libc = _glibc()
+    if libc is None:
+        return False
+    return all(libc.mallopt(option, value) == 1 for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_ARENA_MAX, 1)))
+
+
+def release_memory() -> None:
+    """Gives what is free back to the system; the next phase faults it in again."""
+    libc = _glibc()
+    if libc is not None:
+        libc.malloc_trim(0)
+
+
+def _glibc() -> ctypes.CDLL | None:
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "mallopt") and hasattr(libc, "malloc_trim") else None
 
 
 def _first_available() -> str:

@@ -20,7 +20,7 @@ from engine.backends.torch import TorchTrainer
 from engine.base_model import load_base
 from engine.chat import ChatTokenizer
 from engine.compute import Compute
-from engine.device import set_threads
+from engine.device import keep_memory, set_threads
 from engine.http_errors import as_espalier_error, read_body, until_disconnect
 from engine.model import BaseModel
 from engine.rollouts.batcher import Batcher
@@ -107,6 +107,7 @@ class EngineHost:
 def make_app(settings: Settings) -> Starlette:
     """Loads the base and makes the application."""
     set_threads(settings.num_threads)
+    keep_memory()
     return EngineHost(settings, *load_base(settings)).app()
 
 

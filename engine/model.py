@@ -8,28 +8,22 @@ Dimensions: N packed tokens, H hidden, Q query heads, K key-value heads, D head 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from core.errors import InvalidInput
+from engine.decoder import Attention, Decoder
 from engine.device import Device
 from engine.lora import LoraLinear, Router, Segment
 
 ATTENTION_NAME = "espalier"
 # Others may scale logits, cap scores, add sinks or skip layers, which would be computed wrongly in silence.
 KNOWN_ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
-
-
-class Attention(Protocol):
-    """How one packed batch attends."""
-
-    def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
-        """Rotated queries and keys of the packed batch -> outputs [N, Q, D]."""
-        ...
 
 
 class _Active:
@@ -105,12 +99,15 @@ class BaseModel:
         self.num_kv_heads = int(self.config.num_key_value_heads)
         self.head_dim = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
         self.vocab_size = int(self.lm_head_VH.shape[0])
+        self._decoder = Decoder(self._stack, self.config, self.head_dim)
 
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attention: Attention, segments: Sequence[Segment]) -> Tensor:
         """Final hidden states (after the last norm) of a packed batch, [N, H].
 
         Gradients flow to the segments' factors where enabled; the base has none.
         """
+        if not torch.is_grad_enabled():
+            return self._decoder.hidden(tokens_N, positions_N, attention, segments).t()
         with self.router.routed(segments), _attending(attention):
             output: Any = self._stack(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
         return output.last_hidden_state[0]

@@ -1,7 +1,7 @@
 """Continuous batching over the trainer's own base: many sequences, several adapters, one token each a step.
 
 Everything here runs on the one compute thread, except `Generation.cancelled`, which any thread sets.
-Dimensions: N live sequences, V vocabulary.
+Dimensions: N live sequences, H hidden.
 """
 
 from collections import Counter
@@ -10,7 +10,6 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core.errors import Unavailable
 from engine.lora import Segment
@@ -18,7 +17,7 @@ from engine.model import BaseModel
 from engine.rollouts.cached_attention import DecodeAttention, PrefillAttention, SharedPrompt
 from engine.rollouts.kv_cache import PromptKv, SlotKv
 from engine.rollouts.requests import Generation, LiveSequence
-from engine.rollouts.sampler import draw
+from engine.rollouts.sampler import Sampler
 
 PREFILL_TOKENS = 512
 """Prompt tokens computed before the live sequences get their next token: what a newcomer may delay the others by."""
@@ -42,6 +41,7 @@ class Batcher:
         self._waiting: list[Generation] = []
         self._live: list[LiveSequence] = []
         self._cache = SlotKv(base.num_layers, base.num_kv_heads, base.head_dim, base.device.dtype, base.device.torch)
+        self._sampler = Sampler(base.lm_head_VH)
         self._sorted = True
         self._num_submitted = 0
         self.num_sampled_tokens = 0
@@ -118,7 +118,7 @@ class Batcher:
         budget = PREFILL_TOKENS
         while self._waiting and len(self._live) < self._max_num_seqs:
             generation = self._next_in_turn()
-            if generation.first_logits_V is None:
+            if generation.first_hidden_H1 is None:
                 if budget == 0:
                     return
                 budget -= self._prefill(generation, budget)
@@ -130,7 +130,7 @@ class Batcher:
             generation.num_admitted = stop
             if stop == len(generation.params):
                 self._waiting.remove(generation)
-                generation.first_logits_V = None
+                generation.first_hidden_H1 = None
 
     def _next_in_turn(self) -> Generation:
         """The oldest generation of the owner with the fewest live sequences."""
@@ -148,16 +148,16 @@ class Batcher:
         hidden_NH = self._base.hidden(tokens_N, positions_N, PrefillAttention(prompt), [Segment(0, stop - start, generation.adapter)])
         prompt.num_tokens = stop
         if stop == len(generation.prompt_tokens):
-            generation.first_logits_V = self._logits(hidden_NH[-1:])[0]
+            generation.first_hidden_H1 = hidden_NH[-1:].t().contiguous()
         return stop - start
 
     def _start(self, sequences: Sequence[LiveSequence]) -> None:
-        """Samples the first token of newly admitted sequences of one generation from the prompt's logits."""
+        """Samples the first token of newly admitted sequences of one generation from the prompt's last hidden state."""
         generation = sequences[0].generation
-        assert generation.first_logits_V is not None
+        assert generation.first_hidden_H1 is not None
         assert generation.prompt_kv is not None
-        logits_NV = generation.first_logits_V.expand(len(sequences), -1).clone()
-        for sequence, drawn in zip(sequences, draw(logits_NV, [s.row() for s in sequences]), strict=True):
+        draws = self._sampler.draw(generation.first_hidden_H1, [s.row() for s in sequences])
+        for sequence, drawn in zip(sequences, draws, strict=True):
             self.num_sampled_tokens += 1
             if sequence.push(drawn, self._eos_tokens) is not None:
                 self._settle(generation)
@@ -180,7 +180,7 @@ class Batcher:
         lengths_N = torch.tensor([s.num_own_tokens for s in live], device=device)
         attention = DecodeAttention(self._cache, slots_N, lengths_N, longest, self._shared_prompts())
         hidden_NH = self._base.hidden(tokens_N, positions_N, attention, self._segments())
-        drawn = draw(self._logits(hidden_NH), [s.row() for s in live])
+        drawn = self._sampler.draw(hidden_NH.t(), [s.row() for s in live])
         self.num_sampled_tokens += len(live)
         ended: list[LiveSequence] = []
         for sequence, token in zip(live, drawn, strict=True):
@@ -218,9 +218,6 @@ class Batcher:
                 assert generation.prompt_kv is not None
                 shared.append(SharedPrompt(start, stop, generation.prompt_kv))
         return shared
-
-    def _logits(self, hidden_NH: Tensor) -> Tensor:
-        return torch.nn.functional.linear(hidden_NH, self._base.lm_head_VH).float()
 
     def _leave(self, sequence: LiveSequence) -> None:
         self._live.remove(sequence)

@@ -24,7 +24,7 @@ class PrefillAttention:
         self._prompt = prompt
 
     def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
-        """See engine.model.Attention."""
+        """See engine.decoder.Attention."""
         keys_KPD, values_KPD = self._prompt.append(layer, key_NKD.transpose(0, 1), value_NKD.transpose(0, 1))
         num_rows, num_seen = query_NQD.shape[0], keys_KPD.shape[1]
         mask_NP = None
@@ -74,7 +74,7 @@ class DecodeAttention:
         self._hidden_S11T = hidden_ST[:, None, None, :]
 
     def attend(self, layer: int, query_NQD: Tensor, key_NKD: Tensor, value_NKD: Tensor, scaling: float) -> Tensor:
-        """See engine.model.Attention."""
+        """See engine.decoder.Attention."""
         num_rows, num_heads, head_dim = query_NQD.shape
         num_kv_heads = key_NKD.shape[1]
         keys_SKTD, values_SKTD = self._cache.keys[layer], self._cache.values[layer]

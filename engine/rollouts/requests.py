@@ -53,7 +53,8 @@ class Generation:
     draws: list[list[Draw]] = field(default_factory=list[list[Draw]])
     """Each completion's tokens, also of those that are done."""
     prompt_kv: PromptKv | None = None
-    first_logits_V: Tensor | None = None
+    first_hidden_H1: Tensor | None = None
+    """The prompt's last hidden state, from which the completions' first tokens are sampled."""
     num_admitted: int = 0
     arrival: int = 0
     """Order of submission."""

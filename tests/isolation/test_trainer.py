@@ -68,16 +68,17 @@ class _Broken:
 
 
 def test_reference_is_the_pristine_base(engine: Engine, tiny_model: Path) -> None:
-    pristine = base_logprobs(trainer_of(make_engine(tiny_model)))
+    pristine = base_logprobs(trainer_of(make_engine(tiny_model), micro_batch_tokens=20))
     trainer = trainer_of(engine, micro_batch_tokens=20)
     trainer.create_adapter("job", LORA, seed=0, weights=busy_weights(engine, LORA, seed=1))
     assert base_logprobs(trainer) == pristine
     step(trainer, "job", make_groups(SHAPES), OptimizerSettings())
     assert base_logprobs(trainer) == pristine
     adapter, tokens = trainer.adapter("job"), torch.arange(5)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        engine.base.hidden(tokens, tokens, _Broken(), (Segment(0, 5, adapter),))
-    assert list(engine.base.router.segments) == []
+    for with_gradients in (True, False):
+        with pytest.raises(RuntimeError, match="out of memory"), torch.set_grad_enabled(with_gradients):
+            engine.base.hidden(tokens, tokens, _Broken(), (Segment(0, 5, adapter),))
+        assert list(engine.base.router.segments) == []
     with engine.base.router.routed((Segment(0, 5, adapter),)), engine.base.router.routed(()):
         assert base_logprobs(trainer) == pristine
     abandoned = trainer.forward_backward("job", make_groups(SHAPES), LOSS)

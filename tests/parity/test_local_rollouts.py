@@ -16,7 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.rollouts.requests import Generation
-from engine.rollouts.sampler import Row, draw
+from engine.rollouts.sampler import Row, Sampler
 from engine.types import SamplingParams, TrainGroup
 from tests.engines import Engine, busy_adapter, make_engine
 
@@ -136,17 +136,20 @@ def test_one_sequence_at_a_time_is_bit_for_bit(tiny_model: Path) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.6), (1.5, 0.9)])
-def test_sampled_tokens_follow_the_distribution(temperature: float, top_p: float) -> None:
-    logits_V = torch.randn(20, generator=torch.Generator().manual_seed(0)) * 2
+@pytest.mark.parametrize("vocab_size", [20, 700])
+@pytest.mark.parametrize("shared", [True, False])
+def test_sampled_tokens_follow_the_distribution(temperature: float, top_p: float, vocab_size: int, shared: bool) -> None:
+    logits_V = torch.randn(vocab_size, generator=torch.Generator().manual_seed(0)) * 2
     num_draws = 20_000 if top_p == 1 else 4_000
     rows = [Row(temperature, top_p, seed, position=3) for seed in range(num_draws)]
-    draws = draw(logits_V.repeat(num_draws, 1), rows)
+    hidden_1N = torch.ones(1, 1 if shared else num_draws)
+    draws = Sampler(logits_V[:, None]).draw(hidden_1N, rows)
     probs_V = torch.softmax(logits_V.double() / temperature, dim=-1)
     order = probs_V.argsort(descending=True)
     kept = order[: int((probs_V[order].cumsum(0) < top_p).sum()) + 1] if top_p < 1 else order
-    expected_V = torch.zeros(20, dtype=torch.float64)
+    expected_V = torch.zeros(vocab_size, dtype=torch.float64)
     expected_V[kept] = probs_V[kept] / probs_V[kept].sum()
-    counts_V = np.bincount([d.token for d in draws], minlength=20)
+    counts_V = np.bincount([d.token for d in draws], minlength=vocab_size)
     assert set(np.flatnonzero(counts_V)) <= set(kept.tolist())
     live = expected_V.numpy() * num_draws > 5
     deviations = (counts_V - expected_V.numpy() * num_draws)[live] / np.sqrt(expected_V.numpy() * num_draws)[live]
