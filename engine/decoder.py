@@ -45,15 +45,28 @@ class Fused:
         return y_ON
 
     def _update(self, y_ON: Tensor, x_IN: Tensor, segment: Segment, adapter: Adapter) -> None:
+        if adapter.dense:
+            self._update_dense(y_ON[:, segment.start : segment.stop], x_IN[:, segment.start : segment.stop], adapter)
+            return
         a_RI, parts = adapter.derived(("fused", self.names, x_IN.dtype), lambda: self._factors(adapter, x_IN.dtype))
         if a_RI is None:
             return
         low_RN = torch.mm(a_RI, x_IN[:, segment.start : segment.stop])
+        gate_NR = adapter.gate(self.names, x_IN[:, segment.start : segment.stop].t())
+        if gate_NR is not None:
+            low_RN *= gate_NR.t()
         first_rank = 0
         for first, b_OR in parts:
             last_rank = first_rank + b_OR.shape[1]
             y_ON[first : first + b_OR.shape[0], segment.start : segment.stop].addmm_(b_OR, low_RN[first_rank:last_rank])
             first_rank = last_rank
+
+    def _update_dense(self, y_ON: Tensor, x_IN: Tensor, adapter: Adapter) -> None:
+        first = 0
+        for name, size in zip(self.names, self.sizes, strict=True):
+            if name in adapter.dense:
+                y_ON[first : first + size].addmm_(adapter.delta(name, x_IN.dtype), x_IN)
+            first += size
 
     def _factors(self, adapter: Adapter, dtype: torch.dtype) -> tuple[Tensor | None, list[tuple[int, Tensor]]]:
         """A of all layers in one, and each layer's first output with its B * scaling."""

@@ -100,14 +100,16 @@ class TorchTrainer:
                 yield
         return ForwardBackwardResult(collected.loss, collected.num_tokens, collected.logprobs(), collected.means())
 
-    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+    def optim_step(
+        self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
+    ) -> OptimResult:
         """See `engine.types.Trainer`.
 
         Raises:
             InvalidInput: the gradient is not finite (code non_finite_gradient); the adapter stays as it was.
         """
         slot = self._slot(adapter_id)
-        grad_norm = slot.apply(optimizer, learning_rate)
+        grad_norm = slot.apply(optimizer, learning_rate, total_steps)
         return OptimResult(slot.step, grad_norm, slot.adapter.fingerprint())
 
     def save(self, adapter_id: str) -> SavedAdapter:

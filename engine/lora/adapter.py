@@ -6,7 +6,7 @@ One part is plain LoRA. "start" and "new" are an adapter stacked over another; "
 base (PiSSA), which itself stays untouched. Dimensions: N packed tokens, I and O a layer's inputs and outputs, R rank, E experts.
 """
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any, Literal, TypeVar, cast
@@ -144,12 +144,15 @@ class Adapter:
 
         return self.derived((name, dtype), make)
 
-    def gate(self, name: str, x_NI: Tensor) -> Tensor | None:
-        """What each low-rank activation of `cast`'s A is multiplied by, [N, R] in the base's precision; None where nothing is gated."""
+    def gate(self, names: Sequence[str], x_NI: Tensor) -> Tensor | None:
+        """What the low-rank activations of these layers' A (`cast`, side by side) are multiplied by, [N, R] in the base's precision.
+
+        None where nothing is gated, which is all but mixtures.
+        """
         if self.settings.num_experts == 1:
             return None
         shares: list[Tensor] = []
-        for part in self.factors[name]:
+        for part in (part for name in names for part in self.factors.get(name, ())):
             rank = part.a_RI.shape[0]
             if part.gate is None:
                 shares.append(x_NI.new_ones(len(x_NI), rank))

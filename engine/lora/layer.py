@@ -76,7 +76,7 @@ class LoraLinear(nn.Module):
             y_NO.addmm_(x_NI, adapter.delta(self.name, x_NI.dtype).t())
             return
         a_RI, b_OR = adapter.cast(self.name, x_NI.dtype)
-        low_NR, gate_NR = x_NI @ a_RI.t(), adapter.gate(self.name, x_NI)
+        low_NR, gate_NR = x_NI @ a_RI.t(), adapter.gate((self.name,), x_NI)
         y_NO.addmm_(low_NR if gate_NR is None else low_NR * gate_NR, b_OR.t())
 
     def _with_gradients(self, x_NI: Tensor, y_NO: Tensor, live: Sequence[tuple[Segment, Adapter]]) -> Tensor:
