@@ -8,7 +8,7 @@ STAMP := $(VENV)/.espalier-setup
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo up test test-slow test-vllm check format bench constraints clean
+.PHONY: help setup demo up test test-slow test-vllm check format bench bench-peers constraints clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -52,10 +52,14 @@ format: setup ## Format the code and mend what the linter can
 bench: setup ## Measure the demo: time and peak memory
 	$(BIN)/python -m benchmarks.demo
 
+bench-peers: ## Make the environments of what the benchmarks compare with: TRL + PEFT, and vLLM on CPU
+	deploy/peers/install.sh .venv-trl
+	deploy/vllm/install.sh .venv-vllm
+
 constraints: setup ## Write constraints.txt from the environment
 	@grep '^#' constraints.txt > constraints.new
 	@$(PIP) freeze --exclude-editable | grep -v '^#' | sed 's/+cpu$$//' >> constraints.new
 	mv constraints.new constraints.txt
 
 clean: ## Remove environments, caches and the demo's data
-	rm -rf .venv .venv-vllm .espalier build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-vllm .venv-trl .espalier build dist *.egg-info .pytest_cache .ruff_cache .import_linter_cache .hypothesis

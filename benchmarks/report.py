@@ -1,10 +1,14 @@
 """How every benchmark prints: a table for people, and with --json one object as the last line."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.table import Table
+
+FILE_WIDTH = 170
+"""Columns where standard output is no terminal: a table in a log must not wrap at 80."""
 
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -14,7 +18,7 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obj
         table.add_column(heading, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def print_json(values: Mapping[str, object]) -> None:
