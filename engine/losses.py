@@ -3,8 +3,12 @@
 Dimensions: N completion tokens of the (micro-)batch, packed, no padding.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
+
+from engine.types import LossSettings
 
 
 def grpo_loss(
@@ -65,3 +69,31 @@ def grpo_loss(
         "kl": float(kl_N.detach().sum()) / count,
     }
     return (loss_N * weights_N).sum() / denominator, metrics
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One op's rows of a micro-batch, packed; completions are never split.
+
+    N = completion tokens. See `engine.types.TrainGroup` for what each is.
+    """
+
+    logprobs_N: Tensor
+    advantages_N: Tensor
+    weights_N: Tensor
+    lengths: tuple[int, ...]
+    old_N: Tensor | None = None
+    ref_N: Tensor | None = None
+    sampler_N: Tensor | None = None
+    entropies_N: Tensor | None = None
+
+
+def packed_loss(inputs: LossInputs, settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
+    """The loss that the settings name and its detached token means."""
+    loss, means = grpo_loss(
+        inputs.logprobs_N, inputs.old_N, inputs.ref_N, inputs.advantages_N, weights_N=inputs.weights_N, clip_low=settings.clip_low,
+        clip_high=settings.clip_high, beta=settings.beta, denominator=settings.denominator,
+    )  # fmt: skip
+    if inputs.entropies_N is not None:
+        means["entropy"] = float(inputs.entropies_N.detach().mean())
+    return loss, means

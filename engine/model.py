@@ -5,13 +5,14 @@ that it lets us register, so that packed training batches and cached decoding ru
 Dimensions: N packed tokens, H hidden, Q query heads, K key-value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,6 +102,12 @@ class BaseModel:
         self.vocab_size = int(self.lm_head_VH.shape[0])
         self._decoder = Decoder(self._stack, self.config, self.head_dim)
 
+    @contextmanager
+    def computing(self, attention: Attention, segments: Sequence[Segment]) -> Generator[None]:
+        """Around a forward and its backward: layers that are computed again for the backward find both as they were."""
+        with self.router.routed(segments), _attending(attention):
+            yield
+
     def hidden(self, tokens_N: Tensor, positions_N: Tensor, attention: Attention, segments: Sequence[Segment]) -> Tensor:
         """Final hidden states (after the last norm) of a packed batch, [N, H].
 
@@ -108,7 +115,7 @@ class BaseModel:
         """
         if not torch.is_grad_enabled():
             return self._decoder.hidden(tokens_N, positions_N, attention, segments).t()
-        with self.router.routed(segments), _attending(attention):
+        with self.computing(attention, segments):
             output: Any = self._stack(input_ids=tokens_N[None], position_ids=positions_N[None], use_cache=False)
         return output.last_hidden_state[0]
 
@@ -117,6 +124,11 @@ class BaseModel:
         layer = self._stack.get_submodule(name)
         assert isinstance(layer, LoraLinear)
         return layer.base.weight.detach()
+
+    def checkpoint_activations(self) -> None:
+        """From now on a training forward keeps each layer's input only; the backward computes the layer again."""
+        for layer in self._stack.get_submodule("layers").children():
+            layer.forward = _recomputed(layer.forward)
 
     def _wrap_linears(self) -> dict[str, tuple[int, int]]:
         """Puts a LoraLinear over every linear layer of the stack; returns (inputs, outputs) by name."""
@@ -129,3 +141,13 @@ class BaseModel:
             parent, _, leaf = name.rpartition(".")
             setattr(self._stack.get_submodule(parent), leaf, LoraLinear(module, name, self.router))
         return {name: (module.in_features, module.out_features) for name, module in found.items()}
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Dropout draws from generators of its own, so torch's global one has nothing to restore.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return wrapped

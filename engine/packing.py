@@ -5,7 +5,7 @@ first one by the prompt's last; so a completion of T tokens takes T - 1 rows.
 Dimensions: N rows of a micro-batch, M completion tokens of it (what gets a logprob).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from core.errors import InvalidInput
-from engine.types import FloatArray, TrainGroup
+from engine.types import TrainGroup
 
 
 @dataclass(frozen=True)
@@ -44,43 +44,6 @@ class PackedBatch:
     predictors_M: Tensor
     """Row whose hidden state predicts each completion token."""
     targets_M: Tensor
-
-    def gather(self, per_completion: Callable[[int, int], NDArray[np.float32]]) -> Tensor:
-        """Packs values per completion token, [M] float32, from a function of (group, completion) that gives T values."""
-        parts = [per_completion(piece.group, number) for piece in self.pieces for number in piece.completions]
-        flat = np.concatenate(parts).astype(np.float32) if parts else np.zeros(0, np.float32)
-        return torch.from_numpy(flat).to(self.targets_M.device)
-
-    def scatter(self, groups: Sequence[TrainGroup], values_M: Tensor) -> Iterator[tuple[int, int, FloatArray]]:
-        """Unpacks values per completion token: (group, completion, T values)."""
-        flat, done = values_M.detach().to("cpu", torch.float32).numpy(), 0
-        for piece in self.pieces:
-            for number in piece.completions:
-                length = len(groups[piece.group].completions[number])
-                yield piece.group, number, flat[done : done + length].copy()
-                done += length
-
-
-def plan_micro_batches(groups: Sequence[TrainGroup], max_rows: int) -> list[tuple[Piece, ...]]:
-    """Cuts a batch into micro-batches of at most `max_rows` rows, in order.
-
-    A group stays whole where it fits; a larger one is cut by completions and its prompt is computed once per cut. One completion that
-    is alone too long is a micro-batch of its own. Completions without tokens are left out.
-    """
-    batches: list[tuple[Piece, ...]] = []
-    current: list[Piece] = []
-    used = 0
-    for index, group in enumerate(groups):
-        for numbers in _cut(group, max_rows):
-            rows = len(group.prompt_tokens) + sum(len(group.completions[number]) - 1 for number in numbers)
-            if current and used + rows > max_rows:
-                batches.append(tuple(current))
-                current, used = [], 0
-            current.append(Piece(index, numbers))
-            used += rows
-    if current:
-        batches.append(tuple(current))
-    return batches
 
 
 def pack(groups: Sequence[TrainGroup], pieces: Sequence[Piece], device: torch.device) -> PackedBatch:
@@ -142,23 +105,36 @@ def check_groups(groups: Sequence[TrainGroup], *, vocab_size: int, max_model_len
             raise InvalidInput(
                 f"Prompt and completion together are {longest} tokens, over the limit of {max_model_len}; shorten one of them.", param=param
             )
-        old = group.old_logprobs
-        if old is not None and [len(values) for values in old] != [len(completion) for completion in group.completions]:
-            raise InvalidInput("Each completion needs as many old logprobs as tokens.", param=f"{param}.old_logprobs")
+        for name in ("old_logprobs", "sampler_logprobs", "token_weights"):
+            values = getattr(group, name)
+            if values is not None and [len(each) for each in values] != [len(completion) for completion in group.completions]:
+                raise InvalidInput(f"Each completion needs as many {name} as tokens.", param=f"{param}.{name}")
 
 
-def _cut(group: TrainGroup, max_rows: int) -> Iterator[tuple[int, ...]]:
-    """Completion numbers that share one copy of the prompt."""
+def cut(group: TrainGroup, max_rows: int, *, whole: bool = False) -> Iterator[tuple[int, ...]]:
+    """Completion numbers that share one copy of the prompt.
+
+    A group stays whole where it fits; a larger one is cut by completions and its prompt is computed once per cut. One completion that is
+    alone too long is a piece of its own. Completions without tokens are left out.
+
+    Args:
+        whole: never cut.
+    """
     numbers: list[int] = []
     used = len(group.prompt_tokens)
     for number, completion in enumerate(group.completions):
         if len(completion) == 0:
             continue
         rows = len(completion) - 1
-        if numbers and used + rows > max_rows:
+        if numbers and used + rows > max_rows and not whole:
             yield tuple(numbers)
             numbers, used = [], len(group.prompt_tokens)
         numbers.append(number)
         used += rows
     if numbers:
         yield tuple(numbers)
+
+
+def rows_of(group: TrainGroup, completions: Sequence[int]) -> int:
+    """Rows that a piece takes: the prompt's, and for each completion all but its last token's."""
+    return len(group.prompt_tokens) + sum(len(group.completions[number]) - 1 for number in completions)

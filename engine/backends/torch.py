@@ -3,9 +3,8 @@
 Dimensions: N rows of a micro-batch, M completion tokens of it, H hidden.
 """
 
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Generator, Hashable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,14 +14,15 @@ from core.contracts import LoraSettings, OptimizerSettings
 from core.errors import InvalidInput, NotFound
 from engine.attention import PackedAttention
 from engine.backends.create import new_slot
+from engine.backends.ops import Chosen, FairShare, Logprobs, PendingOp
 from engine.backends.optimizer import Slot
 from engine.backends.state import slot_from_bytes, slot_to_bytes
 from engine.logprobs import token_logprobs
 from engine.lora import Adapter, Segment
-from engine.losses import grpo_loss
+from engine.losses import LossInputs, packed_loss
 from engine.model import BaseModel
-from engine.packing import PackedBatch, check_groups, pack, plan_micro_batches
-from engine.peft_export import adapter_config, adapter_weights
+from engine.packing import PackedBatch, Piece, check_groups, pack, rows_of
+from engine.peft_export import adapter_config, adapter_weights, export_notes
 from engine.types import (
     AdapterInfo,
     BaseModelInfo,
@@ -35,20 +35,21 @@ from engine.types import (
     TrainGroup,
 )
 
-Logprobs = tuple[tuple[FloatArray, ...], ...]
-
 
 class TorchTrainer:
     """`engine.types.Trainer` in torch.
 
     Args:
         micro_batch_tokens: rows of one packed forward and backward; bounds memory, never changes results beyond rounding.
+        mixed: whether one micro-batch holds several ops. Without, an op's results depend on nothing but itself, to the last bit.
     """
 
-    def __init__(self, model: BaseModel, info: BaseModelInfo, *, micro_batch_tokens: int) -> None:
+    def __init__(self, model: BaseModel, info: BaseModelInfo, *, micro_batch_tokens: int, mixed: bool = True) -> None:
         self.base = info
         self._model = model
         self._micro_batch_tokens = micro_batch_tokens
+        self._mixed = mixed
+        self._shares = FairShare()
         self._slots: dict[str, Slot] = {}
 
     def create_adapter(
@@ -71,34 +72,75 @@ class TorchTrainer:
         return self._slot(adapter_id).adapter
 
     def forward(
-        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
     ) -> Generator[None, None, Logprobs]:
         """See `engine.types.Trainer`."""
-        slot = None if adapter_id is None else self._slot(adapter_id)
-        adapter = None if slot is None else slot.reference if reference else slot.adapter
-        _check_temperature(temperature)
-        collected = _Collected(groups)
-        for batch in self._micro_batches(groups, training=False):
-            with torch.no_grad():
-                logprobs_M, _ = self._logprobs(batch, adapter, temperature)
-            collected.add(batch, logprobs_M)
+        op = self.begin_forward(adapter_id, groups, temperature=temperature, reference=reference, exported=exported)
+        while not op.done:
+            self.advance([op])
             yield
-        return collected.logprobs()
+        return cast(Logprobs, op.finish())
 
     def forward_backward(
         self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings
     ) -> Generator[None, None, ForwardBackwardResult]:
         """See `engine.types.Trainer`. A call that fails or is abandoned leaves the gradients as they were."""
+        op = self.begin_forward_backward(adapter_id, groups, loss)
+        try:
+            while not op.done:
+                self.advance([op])
+                yield
+        except BaseException as error:
+            op.abort(error)
+            raise
+        return cast(ForwardBackwardResult, op.finish())
+
+    def begin_forward(
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
+        owner: Hashable = None,
+    ) -> PendingOp:
+        """See `engine.types.Trainer`."""
+        slot = None if adapter_id is None else self._slot(adapter_id)
+        adapter = None if slot is None else slot.policy(reference=reference, exported=exported)
+        _check_temperature(temperature)
+        self._check(groups, training=False)
+        return PendingOp(owner, groups, temperature, adapter).plan(self._micro_batch_tokens)
+
+    def begin_forward_backward(
+        self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings, *, owner: Hashable = None
+    ) -> PendingOp:
+        """See `engine.types.Trainer`."""
         slot = self._slot(adapter_id)
         _check_temperature(loss.temperature)
         if not loss.denominator > 0:
             raise InvalidInput(f"denominator is {loss.denominator}; it must be above 0.", param="loss.denominator")
-        collected = _Collected(groups)
-        with slot.accumulating():
-            for batch in self._micro_batches(groups, training=True):
-                self._train(slot, batch, loss, collected)
-                yield
-        return ForwardBackwardResult(collected.loss, collected.num_tokens, collected.logprobs(), collected.means())
+        self._check(groups, training=True)
+        return PendingOp(owner, groups, loss.temperature, slot.adapter, slot, loss).plan(self._micro_batch_tokens)
+
+    def advance(self, ops: Sequence[PendingOp]) -> None:
+        """See `engine.types.Trainer`."""
+        forwards = [op for op in ops if op.loss is None and not op.done]
+        # Forwards first: they are short, and what waits for them has nothing else to do.
+        chosen = self._shares.choose(forwards or ops, self._micro_batch_tokens, mixed=self._mixed)
+        if not chosen:
+            return
+        if forwards:
+            for (op, pieces), logprobs_M in zip(chosen, self._without_gradients(chosen, [op.adapter for op, _ in chosen]), strict=True):
+                op.add(pieces, logprobs_M)
+        else:
+            self._train(chosen)
 
     def optim_step(
         self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
@@ -116,7 +158,7 @@ class TorchTrainer:
         """See `engine.types.Trainer`."""
         adapter = self.adapter(adapter_id)
         config = adapter_config(adapter, self.base.name, self._model.layers)
-        return SavedAdapter(adapter_weights(adapter), config, adapter.fingerprint())
+        return SavedAdapter(adapter_weights(adapter), config, adapter.fingerprint(), export_notes(adapter))
 
     def save_state(self, adapter_id: str) -> bytes:
         """See `engine.types.Trainer`."""
@@ -127,44 +169,111 @@ class TorchTrainer:
         self._slots[adapter_id] = slot_from_bytes(state, self.base.digest, self._model.device.torch)
         return self._info(adapter_id)
 
-    def _train(self, slot: Slot, batch: PackedBatch, loss: LossSettings, collected: "_Collected") -> None:
-        groups = collected.groups
-        ref_M: Tensor | None = None
-        if loss.beta > 0:
-            with torch.no_grad():
-                ref_M, _ = self._logprobs(batch, slot.reference, loss.temperature)
-        logprobs_M, entropies_M = self._logprobs(batch, slot.adapter, loss.temperature, entropy=True)
-
-        def per_token(values: FloatArray, group: int, number: int) -> FloatArray:
-            return np.full(len(groups[group].completions[number]), values[number], np.float32)
-
-        def old(group: int, number: int) -> FloatArray:
-            values = groups[group].old_logprobs
-            return values[number] if values is not None else current[group, number]
-
-        old_M: Tensor | None = None
-        if any(groups[piece.group].old_logprobs is not None for piece in batch.pieces):
-            current = {(group, number): values for group, number, values in batch.scatter(groups, logprobs_M)}
-            old_M = batch.gather(old)
-        total, means = grpo_loss(
-            logprobs_M, old_M, ref_M, batch.gather(lambda group, number: per_token(groups[group].advantages, group, number)),
-            weights_N=batch.gather(lambda group, number: per_token(groups[group].weights, group, number)),
-            clip_low=loss.clip_low, clip_high=loss.clip_high, beta=loss.beta, denominator=loss.denominator,
-        )  # fmt: skip
-        total.backward()
-        slot.adapter.micro_batch += 1
-        collected.add(batch, logprobs_M, loss=float(total.detach()), means={**means, "entropy": float(entropies_M.mean())})
-
-    def _micro_batches(self, groups: Sequence[TrainGroup], *, training: bool) -> Generator[PackedBatch]:
-        check_groups(groups, vocab_size=self.base.vocab_size, max_model_len=self.base.max_model_len, training=training)
-        for pieces in plan_micro_batches(groups, self._micro_batch_tokens):
-            yield pack(groups, pieces, self._model.device.torch)
-
-    def _logprobs(self, batch: PackedBatch, adapter: Adapter | None, temperature: float, *, entropy: bool = False) -> tuple[Tensor, Tensor]:
+    def _train(self, chosen: Chosen) -> None:
+        """One packed forward and backward for all of them; each op's gradients go to its own factors."""
+        for op, _ in chosen:
+            op.open()
+        references = self._references(chosen)
+        batch, spans = self._packed(chosen)
+        segments = [
+            Segment(rows.start, rows.stop, op.adapter, _ordinals(op, pieces)) for (op, pieces), rows in zip(chosen, spans, strict=True)
+        ]
+        # Inside, since layers that are computed again in the backward ask for segments and attention again.
         attention = PackedAttention(batch.spans, self._model.device.torch)
-        hidden_NH = self._model.hidden(batch.tokens_N, batch.positions_N, attention, (Segment(0, len(batch.tokens_N), adapter),))
-        hidden_MH = hidden_NH[batch.predictors_M]
-        return token_logprobs(hidden_MH, self._model.lm_head_VH, batch.targets_M, temperature=temperature, entropy=entropy)
+        with self._model.computing(attention, segments):
+            hidden_NH = self._model.hidden(batch.tokens_N, batch.positions_N, attention, segments)
+            losses: list[Tensor] = []
+            results: list[tuple[Tensor, dict[str, float]]] = []
+            start = 0
+            for op, pieces in chosen:
+                stop = start + sum(op.lengths(pieces))
+                inputs = self._inputs(
+                    op, pieces, hidden_NH[batch.predictors_M[start:stop]], batch.targets_M[start:stop], references.get(op)
+                )
+                assert op.loss is not None
+                loss, means = packed_loss(inputs, op.loss)
+                losses.append(loss)
+                results.append((inputs.logprobs_N, means))
+                start = stop
+            torch.stack(losses).sum().backward()
+        for (op, pieces), loss, (logprobs_M, means) in zip(chosen, losses, results, strict=True):
+            assert op.slot is not None
+            op.slot.adapter.micro_batch += len(pieces)
+            op.add(pieces, logprobs_M, loss=float(loss.detach()), means=means)
+
+    def _inputs(self, op: PendingOp, pieces: Sequence[Piece], hidden_MH: Tensor, targets_M: Tensor, ref_M: Tensor | None) -> LossInputs:
+        loss, device = op.loss, self._model.device.torch
+        assert loss is not None
+        logprobs_M, entropies_M = token_logprobs(
+            hidden_MH, self._model.lm_head_VH, targets_M, temperature=op.temperature, entropy=True
+        )  # fmt: skip
+
+        def optional(name: str, otherwise_M: Tensor | None = None) -> Tensor | None:
+            """What the groups bring; where some bring none, their tokens get `otherwise`."""
+            if all(getattr(op.groups[piece.group], name) is None for piece in pieces):
+                return None
+
+            def values(group: TrainGroup, number: int) -> FloatArray:
+                given = getattr(group, name)
+                return np.full(len(group.completions[number]), np.nan, np.float32) if given is None else given[number]
+
+            values_M = op.per_token(pieces, values, device)
+            return values_M if otherwise_M is None else torch.where(values_M.isnan(), otherwise_M, values_M)
+
+        current_M = logprobs_M.detach()
+        weights_M = op.per_token(pieces, lambda group, number: _repeated(group, number, group.weights), device)
+        token_weights_M = optional("token_weights", torch.ones_like(current_M))
+        return LossInputs(
+            logprobs_N=logprobs_M,
+            old_N=optional("old_logprobs", current_M),
+            ref_N=ref_M,
+            sampler_N=optional("sampler_logprobs", current_M),
+            advantages_N=op.per_token(pieces, lambda group, number: _repeated(group, number, group.advantages), device),
+            weights_N=weights_M if token_weights_M is None else weights_M * token_weights_M,
+            entropies_N=entropies_M,
+            lengths=op.lengths(pieces),
+        )
+
+    def _references(self, chosen: Chosen) -> dict[PendingOp, Tensor]:
+        """Logprobs under the reference policies of the ops whose losses need them: one pass for all of them."""
+        needing = [(op, pieces) for op, pieces in chosen if op.loss is not None and (op.loss.beta > 0 or op.loss.kind == "dpo")]
+        if not needing:
+            return {}
+        adapters = [op.slot.reference if op.slot is not None else None for op, _ in needing]
+        return {op: ref_M for (op, _), ref_M in zip(needing, self._without_gradients(needing, adapters), strict=True)}
+
+    def _without_gradients(self, chosen: Chosen, adapters: Sequence[Adapter | None]) -> list[Tensor]:
+        """Logprobs [M] of each, every one under its own adapter, in one packed pass."""
+        batch, spans = self._packed(chosen)
+        segments = [Segment(rows.start, rows.stop, adapter) for adapter, rows in zip(adapters, spans, strict=True)]
+        found: list[Tensor] = []
+        with torch.no_grad():
+            attention = PackedAttention(batch.spans, self._model.device.torch)
+            hidden_NH = self._model.hidden(batch.tokens_N, batch.positions_N, attention, segments)
+            start = 0
+            for op, pieces in chosen:
+                stop = start + sum(op.lengths(pieces))
+                hidden_MH = hidden_NH[batch.predictors_M[start:stop]]
+                targets_M = batch.targets_M[start:stop]
+                found.append(token_logprobs(hidden_MH, self._model.lm_head_VH, targets_M, temperature=op.temperature)[0])
+                start = stop
+        return found
+
+    def _packed(self, chosen: Chosen) -> tuple[PackedBatch, list[range]]:
+        """All pieces in one batch, and the rows of each op."""
+        groups = [op.groups[piece.group] for op, pieces in chosen for piece in pieces]
+        pieces = [piece for _, pieces in chosen for piece in pieces]
+        spans: list[range] = []
+        start = 0
+        for op, own in chosen:
+            stop = start + sum(rows_of(op.groups[piece.group], piece.completions) for piece in own)
+            spans.append(range(start, stop))
+            start = stop
+        renumbered = [Piece(index, piece.completions) for index, piece in enumerate(pieces)]
+        return pack(groups, renumbered, self._model.device.torch), spans
+
+    def _check(self, groups: Sequence[TrainGroup], *, training: bool) -> None:
+        check_groups(groups, vocab_size=self.base.vocab_size, max_model_len=self.base.max_model_len, training=training)
 
     def _slot(self, adapter_id: str) -> Slot:
         if adapter_id not in self._slots:
@@ -178,35 +287,14 @@ class TorchTrainer:
         return AdapterInfo(adapter_id, slot.step, slot.num_params, slot.adapter.fingerprint())
 
 
-@dataclass
-class _Collected:
-    """What the micro-batches of one call gave so far."""
+def _ordinals(op: PendingOp, pieces: Sequence[Piece]) -> tuple[tuple[int, int], ...]:
+    """(number since the last step, rows) of each piece: what a dropout mask depends on, whoever else is in the batch."""
+    first = op.adapter.micro_batch if op.adapter is not None else 0
+    return tuple((first + i, rows_of(op.groups[piece.group], piece.completions)) for i, piece in enumerate(pieces))
 
-    groups: Sequence[TrainGroup]
-    loss: float = 0.0
-    num_tokens: int = 0
-    _sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("ratio", "clip_fraction", "kl", "entropy"), 0.0))
-    _found: dict[tuple[int, int], FloatArray] = field(default_factory=dict[tuple[int, int], FloatArray])
 
-    def add(self, batch: PackedBatch, logprobs_M: Tensor, *, loss: float = 0.0, means: dict[str, Any] | None = None) -> None:
-        count = len(batch.targets_M)
-        self.loss += loss
-        self.num_tokens += count
-        for name, mean in (means or {}).items():
-            self._sums[name] += float(mean) * count
-        for group, number, values in batch.scatter(self.groups, logprobs_M):
-            self._found[group, number] = values
-
-    def logprobs(self) -> Logprobs:
-        empty = np.zeros(0, np.float32)
-        return tuple(
-            tuple(self._found.get((index, number), empty) for number in range(len(group.completions)))
-            for index, group in enumerate(self.groups)
-        )
-
-    def means(self) -> dict[str, float]:
-        """Token means; all 0 without tokens."""
-        return {name: total / max(1, self.num_tokens) for name, total in self._sums.items()}
+def _repeated(group: TrainGroup, number: int, values: FloatArray) -> FloatArray:
+    return np.full(len(group.completions[number]), values[number], np.float32)
 
 
 def _check_temperature(temperature: float) -> None:

@@ -7,7 +7,7 @@ base (PiSSA), which itself stays untouched. Dimensions: N packed tokens, I and O
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Literal, TypeVar, cast
 
@@ -73,6 +73,14 @@ class Factors:
         return (a_RI, b_OR) if self.active_R is None else (a_RI[self.active_R], b_OR[:, self.active_R])
 
 
+    def ungated(self) -> "Factors":
+        """Without the gate, whose mean goes into B; frozen."""
+        if self.gate is None:
+            return self
+        share_R = self.gate.mean_E.repeat_interleave(len(self.a_RI) // len(self.gate.mean_E))
+        return replace(self, b_OR=self.b_OR.detach() * share_R, gate=None, trainable=False)
+
+
 @dataclass(frozen=True)
 class Named:
     """One tensor of an adapter."""
@@ -89,8 +97,8 @@ class Named:
 class Adapter:
     """Everything of one adapter, by the layer's name within the base (`layers.0.self_attn.q_proj`).
 
-    `seed`, `step` and `micro_batch` (since the last optimizer step) fix the dropout of the next training forward: nothing else that the
-    engine computes has a part in it.
+    `seed`, `step` and `micro_batch` (pieces since the last optimizer step) fix the dropout of the next training forward: nothing else that
+    the engine computes has a part in it.
     """
 
     settings: LoraSettings
@@ -160,18 +168,35 @@ class Adapter:
                 shares.append(part.gate.shares(x_NI).to(x_NI.dtype).repeat_interleave(rank // self.settings.num_experts, 1))
         return torch.cat(shares, 1)
 
+    def plain(self) -> "Adapter":
+        """Itself, or a mixture as the one adapter that it leaves as: each expert weighs what its gate gave it on average in training.
+
+        Exact where a gate is the same for every row; what it costs elsewhere is measured by `engine.distillation`.
+        """
+        if self.settings.num_experts == 1:
+            return self
+        factors = {name: tuple(part.ungated() for part in parts) for name, parts in self.factors.items()}
+        return Adapter(self.settings.model_copy(update={"num_experts": 1}), factors)
+
     def delta(self, name: str, dtype: torch.dtype) -> Tensor:
         """Detached dense change [O, I] of a layer in the base's precision (kind full)."""
         return self.derived((name, dtype, "dense"), lambda: self.dense[name].detach().to(dtype))
 
-    def dropped(self, name: str, x_NI: Tensor) -> Tensor:
-        """The adapter's input of a training forward: inverted dropout with a mask of this adapter, step, micro-batch and layer alone."""
+    def dropped(self, name: str, x_NI: Tensor, pieces: Sequence[tuple[int, int]]) -> Tensor:
+        """The adapter's input of a training forward under inverted dropout.
+
+        Args:
+            pieces: (number since the last step, rows) of each piece of x; its mask depends on it, this adapter, step and layer alone.
+        """
         share = self.settings.dropout
         if share == 0:
             return x_NI
-        key = sha256(f"dropout/{self.seed}/{self.step}/{self.micro_batch}/{name}".encode()).digest()
-        generator = torch.Generator(x_NI.device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
-        return x_NI * torch.empty_like(x_NI).bernoulli_(1 - share, generator=generator).div_(1 - share)
+        masks: list[Tensor] = []
+        for number, num_rows in pieces:
+            key = sha256(f"dropout/{self.seed}/{self.step}/{number}/{name}".encode()).digest()
+            generator = torch.Generator(x_NI.device).manual_seed(int.from_bytes(key[:8], "little") >> 1)
+            masks.append(x_NI.new_empty(num_rows, x_NI.shape[1]).bernoulli_(1 - share, generator=generator))
+        return x_NI * torch.cat(masks).div_(1 - share)
 
     def derived(self, key: Hashable, make: Callable[[], T]) -> T:
         """What `make` gives, kept under `key` until `changed` is called."""

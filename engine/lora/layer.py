@@ -21,6 +21,8 @@ class Segment:
     start: int
     stop: int
     adapter: Adapter | None
+    pieces: tuple[tuple[int, int], ...] = ()
+    """In training: (number since the adapter's last step, rows) of each piece, which dropout masks depend on."""
 
 
 class Router:
@@ -41,7 +43,7 @@ class Router:
 
 
 class LoraLinear(nn.Module):
-    """A frozen linear layer plus each row's own update.
+    """A frozen linear layer plus each row's own update, with gradients (without them `engine.decoder` computes).
 
     A row without an adapter gets exactly the base's output, bit for bit.
     """
@@ -63,36 +65,22 @@ class LoraLinear(nn.Module):
         ]
         if not live:
             return y_1NO
-        if torch.is_grad_enabled():
-            return self._with_gradients(x_1NI[0], y_1NO[0], live)[None]
-        for segment, adapter in live:
-            rows = slice(segment.start, segment.stop)
-            self._add(adapter, x_1NI[0, rows], y_1NO[0, rows])
-        return y_1NO
+        return self._updates(x_1NI[0], y_1NO[0], live)[None]
 
-    def _add(self, adapter: Adapter, x_NI: Tensor, y_NO: Tensor) -> None:
-        """In place, without gradients."""
-        if self.name in adapter.dense:
-            y_NO.addmm_(x_NI, adapter.delta(self.name, x_NI.dtype).t())
-            return
-        a_RI, b_OR = adapter.cast(self.name, x_NI.dtype)
-        low_NR, gate_NR = x_NI @ a_RI.t(), adapter.gate((self.name,), x_NI)
-        y_NO.addmm_(low_NR if gate_NR is None else low_NR * gate_NR, b_OR.t())
-
-    def _with_gradients(self, x_NI: Tensor, y_NO: Tensor, live: Sequence[tuple[Segment, Adapter]]) -> Tensor:
+    def _updates(self, x_NI: Tensor, y_NO: Tensor, live: Sequence[tuple[Segment, Adapter]]) -> Tensor:
         pieces: list[Tensor] = []
         done = 0
         for segment, adapter in live:
             if segment.start > done:
                 pieces.append(y_NO[done : segment.start])
             rows = slice(segment.start, segment.stop)
-            pieces.append(self._updated(adapter, x_NI[rows], y_NO[rows]))
+            pieces.append(self._updated(adapter, segment.pieces, x_NI[rows], y_NO[rows]))
             done = segment.stop
         if done < y_NO.shape[0]:
             pieces.append(y_NO[done:])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _updated(self, adapter: Adapter, x_NI: Tensor, y_NO: Tensor) -> Tensor:
+    def _updated(self, adapter: Adapter, pieces: Sequence[tuple[int, int]], x_NI: Tensor, y_NO: Tensor) -> Tensor:
         if self.name in adapter.dense:
             return torch.addmm(y_NO, x_NI, adapter.dense[self.name].to(x_NI.dtype).t())
         dropped_NI: Tensor | None = None
@@ -100,7 +88,7 @@ class LoraLinear(nn.Module):
             input_NI = x_NI
             if part.trainable:
                 # What is frozen acts as a part of the base, which has no dropout.
-                dropped_NI = adapter.dropped(self.name, x_NI) if dropped_NI is None else dropped_NI
+                dropped_NI = adapter.dropped(self.name, x_NI, pieces) if dropped_NI is None else dropped_NI
                 input_NI = dropped_NI
             low_NR = F.linear(input_NI, part.a_RI.to(x_NI.dtype))
             if part.gate is not None:

@@ -143,7 +143,7 @@ def test_optimizer_step_is_clipped_adamw(engine: Engine, tiny_model: Path, tmp_p
             square.mul_(settings.beta2).add_(clipped**2 * (1 - settings.beta2))
             direction = (mean / (1 - settings.beta1**step)) / ((square / (1 - settings.beta2**step)).sqrt() + settings.eps)
             expected[name] = expected[name] * (1 - 1e-3 * step * settings.weight_decay) - 1e-3 * step * direction
-    for name, pair in trainer.adapter("job").factors.items():
-        for letter, factor in (("A", pair.a_RI), ("B", pair.b_OR)):
+    for name, (part,) in trainer.adapter("job").factors.items():
+        for letter, factor in (("A", part.a_RI), ("B", part.b_OR)):
             want = expected[f"base_model.model.model.{name}.lora_{letter}.default.weight"]
             assert float((factor.detach().double() - want).abs().max()) < 1e-6

@@ -198,7 +198,7 @@ def test_bad_batches_are_refused(engine: Engine) -> None:
         (replace(group, completions=(np.full(600, 5, np.int32), group.completions[1])), "limit"),
         (replace(group, advantages=np.zeros(3, np.float32)), "advantages"),
         (replace(group, advantages=np.array([np.nan, 1], np.float32)), "finite"),
-        (replace(group, old_logprobs=short), "old logprobs"),
+        (replace(group, old_logprobs=short), "old_logprobs"),
     ]
     for broken, word in bad:
         with pytest.raises(InvalidInput, match=word):
