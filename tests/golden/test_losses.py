@@ -1,4 +1,4 @@
-"""grpo_loss and token_logprobs against their formulas in float64.
+"""packed_loss and token_logprobs against their formulas in float64.
 
 1. The KL term's gradient is that of the exact KL(policy || reference), enumerated over a small vocabulary, on and off policy
    (OpenRLHF#1309, trl#3025).
@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from engine.logprobs import token_logprobs
-from engine.losses import grpo_loss
+from engine.losses import LossInputs, packed_loss
+from engine.types import LossSettings
 
 V = 7
 
@@ -27,10 +28,8 @@ def test_kl_gradient_is_exact(off_policy: bool) -> None:
     (exact,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
     # Every token once, weighed by how often the sampling policy draws it: the sum is the expectation.
     old = torch.log_softmax(policy(2), -1) if off_policy else logprobs.detach()
-    loss, _ = grpo_loss(
-        logprobs, old if off_policy else None, ref, torch.zeros(V, dtype=torch.float64),
-        weights_N=old.exp(), clip_low=0.2, clip_high=0.2, beta=1.0, denominator=1.0,
-    )  # fmt: skip
+    inputs = LossInputs(logprobs, torch.zeros_like(old), old.exp(), (V,), old_N=old if off_policy else None, ref_N=ref)
+    loss, _ = packed_loss(inputs, LossSettings(clip_low=0.2, clip_high=0.2, beta=1.0, denominator=1.0, temperature=1.0))
     (got,) = torch.autograd.grad(loss, logits, retain_graph=True)
     assert torch.allclose(got, exact, atol=1e-12)
     assert float(loss.detach()) == pytest.approx(float((logprobs.exp() * (logprobs - ref)).sum().detach()), abs=1e-12)
@@ -44,7 +43,8 @@ def test_clip_cuts_the_right_side() -> None:
     advantages = torch.tensor([1.0, -1.0, 1.0, 1.0, 1.0, -1.0], dtype=torch.float64)
     logprobs = ratio.log().requires_grad_()
     zeros, ones = torch.zeros(6, dtype=torch.float64), torch.ones(6, dtype=torch.float64)
-    loss, metrics = grpo_loss(logprobs, zeros, None, advantages, weights_N=ones, clip_low=0.2, clip_high=0.28, beta=0, denominator=6)
+    settings = LossSettings(clip_low=0.2, clip_high=0.28, beta=0, denominator=6, temperature=1.0)
+    loss, metrics = packed_loss(LossInputs(logprobs, advantages, ones, (2, 4), old_N=zeros), settings)
     loss.backward()
     assert float(loss.detach()) == pytest.approx((-0.5 + 0.8 - 1.0 - 1.25 - 1.28 + 1.5) / 6, abs=1e-12)
     expected = torch.tensor([-0.5, 0, -1.0, -1.25, 0, 1.5], dtype=torch.float64) / 6
@@ -55,9 +55,8 @@ def test_clip_cuts_the_right_side() -> None:
 
 def test_nothing_to_train_on_is_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    loss, metrics = grpo_loss(
-        empty, None, empty.detach(), empty.detach(), weights_N=empty.detach(), clip_low=0.2, clip_high=0.2, beta=0.1, denominator=1
-    )
+    settings = LossSettings(clip_low=0.2, clip_high=0.2, beta=0.1, denominator=1, temperature=1.0)
+    loss, metrics = packed_loss(LossInputs(empty, empty.detach(), empty.detach(), (), ref_N=empty.detach()), settings)
     loss.backward()
     assert float(loss) == 0
     assert set(metrics.values()) == {0.0}
@@ -66,10 +65,10 @@ def test_nothing_to_train_on_is_zero() -> None:
 @pytest.mark.parametrize(("beta", "denominator", "weights"), [(0.1, 1.0, 3), (0.0, 0.0, 3), (0.0, 1.0, 2)])
 def test_misuse_is_refused(beta: float, denominator: float, weights: int) -> None:
     with pytest.raises(ValueError, match=r"beta|denominator|shape"):
-        grpo_loss(
-            torch.zeros(3), None, None, torch.zeros(3), weights_N=torch.ones(weights),
-            clip_low=0.2, clip_high=0.2, beta=beta, denominator=denominator,
-        )  # fmt: skip
+        packed_loss(
+            LossInputs(torch.zeros(3), torch.zeros(3), torch.ones(weights), (3,)),
+            LossSettings(clip_low=0.2, clip_high=0.2, beta=beta, denominator=denominator, temperature=1.0),
+        )
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4 * 50 * 7, 1 << 20])
