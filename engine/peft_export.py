@@ -29,6 +29,7 @@ def adapter_weights(adapter: Adapter) -> bytes:
     Where all parts share one scaling (a sign aside) the factors are as they are trained; else each B carries its own scaling and the
     exported one is 1. Idle components of a rank budget stay behind; a mixture's gates are replaced by their running mean.
     """
+    adapter = adapter.plain()
     scaling = _scaling(adapter)
     tensors: dict[str, Tensor] = {}
     for name, parts in sorted(adapter.factors.items()):
@@ -96,6 +97,11 @@ def adapter_config(adapter: Adapter, base_model_name: str, layers: Iterable[str]
     }
 
 
+def export_notes(adapter: Adapter) -> dict[str, float]:
+    """See `SavedAdapter.notes`."""
+    return {"distilled_experts": float(adapter.settings.num_experts)} if adapter.settings.num_experts > 1 else {}
+
+
 def exported_scaling(config: Mapping[str, Any]) -> float:
     """The one scaling of an exported config."""
     return float(config["lora_alpha"]) / (math.sqrt(config["r"]) if config["use_rslora"] else config["r"])
@@ -158,9 +164,6 @@ def _scaling(adapter: Adapter) -> float:
 
 def _exported(part: Factors, scaling: float) -> tuple[Tensor, Tensor]:
     a_RI, b_OR = part.kept
-    if part.gate is not None:
-        # Equal to the gated mixture where the gate is constant.
-        b_OR = b_OR * part.gate.mean_E.repeat_interleave(len(a_RI) // len(part.gate.mean_E))
     if scaling == abs(part.scale):
         return a_RI, -b_OR if part.scale < 0 else b_OR
     return a_RI, b_OR * part.scale

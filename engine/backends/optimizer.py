@@ -53,6 +53,12 @@ class Slot:
         """Numbers that are trained."""
         return sum(parameter.numel() for parameter in self.parameters)
 
+    def policy(self, *, reference: bool = False, exported: bool = False) -> Adapter | None:
+        """The adapter whose logprobs are wanted: the current one, the reference (None: the bare base), or what `save` makes of it."""
+        if reference:
+            return self.reference
+        return self.adapter.plain() if exported else self.adapter
+
     @contextmanager
     def accumulating(self) -> Generator[None]:
         """Adds what the body accumulates to the gradients that were there; a body that fails or is abandoned adds nothing."""

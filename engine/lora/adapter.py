@@ -72,7 +72,6 @@ class Factors:
         a_RI, b_OR = self.a_RI.detach(), self.b_OR.detach()
         return (a_RI, b_OR) if self.active_R is None else (a_RI[self.active_R], b_OR[:, self.active_R])
 
-
     def ungated(self) -> "Factors":
         """Without the gate, whose mean goes into B; frozen."""
         if self.gate is None:
