@@ -13,7 +13,14 @@ CHUNK_BYTES = 64 * 2**20
 
 
 def token_logprobs(
-    hidden_MH: Tensor, head_VH: Tensor, targets_M: Tensor, *, temperature: float, entropy: bool = False, chunk_bytes: int = CHUNK_BYTES
+    hidden_MH: Tensor,
+    head_VH: Tensor,
+    targets_M: Tensor,
+    *,
+    temperature: float,
+    entropy: bool = False,
+    entropy_gradient: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> tuple[Tensor, Tensor]:
     """log softmax(hidden @ head.T / temperature) at the targets, softmax in float32 whatever the base's precision.
 
@@ -23,10 +30,16 @@ def token_logprobs(
         targets_M: token ids, int64.
         temperature: above 0.
         entropy: whether to compute entropies too.
+        entropy_gradient: whether they carry a gradient (for a bonus on them); it costs one more matmul over the vocabulary.
     Returns:
-        (logprobs_M, entropies_M), nats, float32; entropies carry no gradient and are zero where not asked for.
+        (logprobs_M, entropies_M), nats, float32; entropies are zero where not asked for.
+    Raises:
+        ValueError: entropy_gradient without entropy.
     """
-    out: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_MH, head_VH, targets_M, temperature, entropy, chunk_bytes)  # pyright: ignore[reportAssignmentType]
+    if entropy_gradient and not entropy:
+        raise ValueError("entropy_gradient needs entropy")
+    options = (temperature, entropy, entropy_gradient, chunk_bytes)
+    out: tuple[Tensor, Tensor] = _TokenLogprobs.apply(hidden_MH, head_VH, targets_M, *options)  # pyright: ignore[reportAssignmentType]
     return out
 
 
@@ -34,17 +47,26 @@ class _TokenLogprobs(torch.autograd.Function):
     """A row's logprob has the gradient (head[target] - softmax @ head) / temperature, times a scalar that the backward brings.
 
     So the forward keeps that one [M, H] tensor, and the backward needs no logits again: two matmuls over the vocabulary in all.
+    An entropy's gradient is -(p * (log p + entropy)) @ head / temperature, with p the softmax: another such tensor, only where wanted.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MH: Tensor, head_VH: Tensor, targets_M: Tensor, temperature: float, entropy: bool, chunk_bytes: int
+        ctx: Any,
+        hidden_MH: Tensor,
+        head_VH: Tensor,
+        targets_M: Tensor,
+        temperature: float,
+        entropy: bool,
+        entropy_gradient: bool,
+        chunk_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         num_tokens, vocab_size = hidden_MH.shape[0], head_VH.shape[0]
         needs_gradient = bool(ctx.needs_input_grad[0])
         logprobs_M = torch.empty(num_tokens, dtype=torch.float32, device=hidden_MH.device)
         entropies_M = torch.zeros_like(logprobs_M)
         slope_MH = torch.empty(hidden_MH.shape, dtype=torch.float32, device=hidden_MH.device) if needs_gradient else None
+        entropy_slope_MH = torch.empty_like(slope_MH) if slope_MH is not None and entropy_gradient else None
         num_buffers = 2 if entropy else 1
         rows = min(num_tokens, max(1, chunk_bytes // (4 * vocab_size * num_buffers)))
         buffers = torch.empty(num_buffers, rows, vocab_size, dtype=torch.float32, device=hidden_MH.device)
@@ -63,17 +85,25 @@ class _TokenLogprobs(torch.autograd.Function):
                 entropies_M[chunk] = sum_C.log() - mean_logit_C
             if slope_MH is not None:
                 exp_CV /= sum_C[:, None]
+                if entropy_slope_MH is not None:
+                    # log p + entropy, in place: the logits are not needed again.
+                    logits_CV += (entropies_M[chunk] - sum_C.log())[:, None]
+                    entropy_slope_MH[chunk] = _softmax_product(logits_CV.mul_(exp_CV), head_VH) / -temperature
                 slope_MH[chunk] = (head_VH[targets_M[chunk]].float() - _softmax_product(exp_CV, head_VH)) / temperature
-        ctx.mark_non_differentiable(entropies_M)
+        if entropy_slope_MH is None:
+            ctx.mark_non_differentiable(entropies_M)
         ctx.dtype = hidden_MH.dtype
         if slope_MH is not None:
-            ctx.save_for_backward(slope_MH)
+            ctx.save_for_backward(slope_MH, entropy_slope_MH)
         return logprobs_M, entropies_M
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (slope_MH,) = ctx.saved_tensors
-        return (slope_MH * grads[0][:, None]).to(ctx.dtype), None, None, None, None, None
+        slope_MH, entropy_slope_MH = ctx.saved_tensors
+        grad_MH = slope_MH * grads[0][:, None]
+        if entropy_slope_MH is not None:
+            grad_MH.addcmul_(entropy_slope_MH, grads[1][:, None])
+        return grad_MH.to(ctx.dtype), None, None, None, None, None, None
 
 
 # A matmul in bf16 rounds its output to 8 bits, 0.06 at a logit of 20; so a bf16 head is widened, by parts that stay small.
@@ -92,7 +122,7 @@ def _head_product(hidden_CH: Tensor, head_VH: Tensor, factor: float, out_CV: Ten
 
 
 def _softmax_product(softmax_CV: Tensor, head_VH: Tensor) -> Tensor:
-    """softmax @ head in float32."""
+    """softmax (or what else weighs tokens) @ head in float32."""
     if head_VH.dtype == torch.float32:
         return softmax_CV @ head_VH
     total_CH = torch.zeros(softmax_CV.shape[0], head_VH.shape[1], dtype=torch.float32, device=head_VH.device)
