@@ -57,6 +57,14 @@ class Settings(BaseSettings):
         default=64, description="Sequences decoded at once by the local rollouts. 1 makes numerics independent of the batch."
     )
     micro_batch_tokens: int = Field(default=2048, description="Tokens in one packed forward and backward; bounds memory.")
+    mixed_batches: bool = Field(
+        default=True,
+        description="Micro-batches of several jobs at once. Without, a job's training is the same to the last bit whoever else trains.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False,
+        description="Keep each layer's input only and compute the layer again in the backward: less memory, a third more time.",
+    )
     max_model_len: int = Field(default=2048, description="Tokens of prompt and completion together.")
     max_serving_adapters: int = Field(
         default=16, description="Adapters that the local engine keeps loaded for serving (least recently used leave)."

@@ -53,12 +53,14 @@ class EngineClient:
     Args:
         url: the engine host's base URL, `http://host:port`.
         holder_token: fencing token of the job's lease; 0 where no lease stands behind the calls.
+        owner: whose share of the engine the calls take, a tenant's id; empty: each adapter counts by itself.
         timeout_s: seconds to wait for one answer, the wait in the engine's queue included.
     """
 
-    def __init__(self, url: str, *, holder_token: int = 0, timeout_s: float = 1800.0) -> None:
+    def __init__(self, url: str, *, holder_token: int = 0, owner: str = "", timeout_s: float = 1800.0) -> None:
         self._url = url.rstrip("/")
         self._holder_token = holder_token
+        self._owner = owner
         self._client_id = uuid.uuid4().hex
         self._seq_ids: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -109,20 +111,29 @@ class EngineClient:
         return [[wire.build(Completion, completion) for completion in completions] for completions in answer]
 
     def forward(
-        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
     ) -> tuple[tuple[FloatArray, ...], ...]:
         """See Trainer."""
-        arguments = {"adapter_id": adapter_id, "groups": list(groups), "temperature": temperature, "reference": reference}
-        answer = self._call("forward", arguments)
+        which = {"reference": reference, "exported": exported}
+        answer = self._call("forward", {"adapter_id": adapter_id, "groups": list(groups), "temperature": temperature, **which})
         return tuple(tuple(np.asarray(logprobs, dtype=np.float32) for logprobs in group) for group in answer)
 
     def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> ForwardBackwardResult:
         """See Trainer."""
         return wire.build(ForwardBackwardResult, self._mutate("forward_backward", adapter_id, {"groups": list(groups), "loss": loss}))
 
-    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+    def optim_step(
+        self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
+    ) -> OptimResult:
         """See Trainer."""
-        answer = self._mutate("optim_step", adapter_id, {"optimizer": optimizer, "learning_rate": learning_rate})
+        arguments = {"optimizer": optimizer, "learning_rate": learning_rate, "total_steps": total_steps}
+        answer = self._mutate("optim_step", adapter_id, arguments)
         return wire.build(OptimResult, answer)
 
     def save(self, adapter_id: str) -> SavedAdapter:
@@ -143,7 +154,7 @@ class EngineClient:
         return self._call(verb, {"adapter_id": adapter_id, "seq_id": seq_id, **arguments})
 
     def _call(self, verb: str, arguments: Mapping[str, object]) -> Any:
-        body = wire.pack({"holder_token": self._holder_token, "client_id": self._client_id, **arguments})
+        body = wire.pack({"holder_token": self._holder_token, "client_id": self._client_id, "owner": self._owner, **arguments})
         response = self._post(f"/engine/v1/{verb}", body)
         if not response.is_success:
             raise _error_of(response)

@@ -42,9 +42,9 @@ class EngineHost:
     """All parts of one engine, and their HTTP."""
 
     def __init__(self, settings: Settings, base: BaseModel, tokenizer: Any, info: BaseModelInfo) -> None:
-        self.trainer = TorchTrainer(base, info, micro_batch_tokens=settings.micro_batch_tokens)
+        self.trainer = TorchTrainer(base, info, micro_batch_tokens=settings.micro_batch_tokens, mixed=settings.mixed_batches)
         self.batcher = Batcher(base, tokenizer, info.eos_tokens, max_num_seqs=settings.max_num_seqs)
-        self.compute = Compute(self.batcher)
+        self.compute = Compute(self.batcher, self.trainer.advance)
         local = LocalRollouts(self.batcher, self.compute, self.trainer.adapter, max_model_len=info.max_model_len)
         self._chat = ChatTokenizer(tokenizer)
         self.verbs = VerbService(self.trainer, make_rollouts(settings, self.trainer, local), self.compute, self._chat)

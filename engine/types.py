@@ -3,7 +3,7 @@
 Dimensions: G completions of a group, T tokens of one sequence.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -162,13 +162,34 @@ class SavedAdapter:
     config: Mapping[str, Any]
     """PEFT's adapter_config.json as a value."""
     fingerprint: str
+    notes: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What leaving cost: {"distilled_experts": number} where a mixture left as one adapter. Its KL: `Trainer.forward` with `exported`."""
+
+
+class PendingOp(Protocol):
+    """A training op under way: `Trainer.advance` computes its micro-batches, perhaps together with other ops'."""
+
+    error: BaseException | None
+    """Of a micro-batch that failed; the op is given up then."""
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to compute: it went through, or failed."""
+        ...
+
+    def finish(self) -> Any:
+        """The op's result, once it is done without an error."""
+        ...
+
+    def abort(self, error: BaseException) -> None:
+        """Gives it up; gradients are what they were before it."""
+        ...
 
 
 class Trainer(Protocol):
     """Trains adapters over one frozen base. Two exist: torch (one device) and, later, megatron.
 
-    Methods that compute long are generators: they yield between micro-batches so that the host can let others compute, and return
-    their result. One thread calls them.
+    What computes long is an op: begun by one call, then advanced micro-batch by micro-batch, several ops at once. One thread calls them.
     Errors: KeyError-free; an unknown adapter is `core.errors.NotFound` (code adapter_not_loaded), bad shapes `core.errors.InvalidInput`.
     """
 
@@ -188,24 +209,43 @@ class Trainer(Protocol):
         """Frees its memory; dropping what is not there is no error."""
         ...
 
-    def forward(
-        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
-    ) -> Iterator[None]:
-        """Per-token logprobs without gradients (generator returning tuple[tuple[FloatArray, ...], ...]); None is the bare base.
+    def begin_forward(
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
+        owner: Hashable = None,
+    ) -> PendingOp:
+        """Per-token logprobs without gradients (finishes with tuple[tuple[FloatArray, ...], ...]); None is the bare base.
 
         Args:
             reference: of the adapter's reference policy instead of its current one.
+            exported: of the adapter as `save` gives it, which is another one where a mixture is distilled.
+            owner: who shares micro-batches evenly with the owners of other ops.
         """
         ...
 
-    def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> Iterator[None]:
-        """Adds the batch's gradients to the adapter's (generator returning ForwardBackwardResult)."""
+    def begin_forward_backward(
+        self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings, *, owner: Hashable = None
+    ) -> PendingOp:
+        """Adds the batch's gradients to the adapter's once it finishes (with ForwardBackwardResult)."""
         ...
 
-    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+    def advance(self, ops: Sequence[Any]) -> None:
+        """Computes one micro-batch of pieces of these ops (they are this trainer's own). An op that fails carries its error."""
+        ...
+
+    def optim_step(
+        self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
+    ) -> OptimResult:
         """One AdamW step on the accumulated gradients, clipped; then gradients are zero.
 
-        `learning_rate` is this step's, after multiplier, warm-up and schedule.
+        Args:
+            learning_rate: this step's, after multiplier, warm-up and schedule. A learning-rate group's follows in proportion.
+            total_steps: of the whole job; a rank budget then settles after its share of them. None: it never does.
         """
         ...
 
@@ -239,8 +279,12 @@ class Rollouts(Protocol):
         """Forgets an adapter; forgetting what is not there is no error."""
         ...
 
-    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
-        """Completions, per request one per params, in order. None samples the bare base."""
+    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest], *, owner: Hashable = None) -> list[list[Completion]]:
+        """Completions, per request one per params, in order. None samples the bare base.
+
+        Args:
+            owner: who shares the sampler evenly with the owners of other calls.
+        """
         ...
 
 
@@ -279,7 +323,13 @@ class Verbs(Protocol):
         ...
 
     def forward(
-        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
     ) -> tuple[tuple[FloatArray, ...], ...]:
         """See Trainer."""
         ...
@@ -288,7 +338,9 @@ class Verbs(Protocol):
         """See Trainer."""
         ...
 
-    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+    def optim_step(
+        self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
+    ) -> OptimResult:
         """See Trainer."""
         ...
 

@@ -1,8 +1,8 @@
 """The verbs behind `POST /engine/v1/<verb>`: what came over the wire, checked, to the trainer and the rollouts and back."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from engine.types import (
     Completion,
     ForwardBackwardResult,
     LossSettings,
+    PendingOp,
     Rollouts,
     SampleRequest,
     StackedOn,
@@ -33,6 +34,8 @@ T = TypeVar("T")
 class _Call:
     holder_token: int
     client_id: str
+    owner: str = field(default="", kw_only=True)
+    """Whose share of the engine the call takes; empty: the adapter counts by itself."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ class _Forward(_Call):
     groups: tuple[TrainGroup, ...]
     temperature: float
     reference: bool = False
+    exported: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class _ForwardBackward(_Mutating):
 class _OptimStep(_Mutating):
     optimizer: OptimizerSettings
     learning_rate: float
+    total_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +155,8 @@ class VerbService:
         return await self._mutate(call, "load_state", lambda: self._changing(call.adapter_id, load, loads=True))
 
     async def _optim_step(self, call: _OptimStep) -> object:
-        step = partial(self._trainer.optim_step, call.adapter_id, call.optimizer, learning_rate=call.learning_rate)
+        rates = {"learning_rate": call.learning_rate, "total_steps": call.total_steps}
+        step = partial(self._trainer.optim_step, call.adapter_id, call.optimizer, **rates)
         return await self._mutate(call, "optim_step", lambda: self._changing(call.adapter_id, step))
 
     async def _drop_adapter(self, call: _Mutating) -> object:
@@ -176,7 +182,9 @@ class VerbService:
         _check_groups(call.groups)
 
         async def work() -> ForwardBackwardResult:
-            result = await self._turns(partial(self._trainer.forward_backward, call.adapter_id, call.groups, call.loss))
+            result = await self._train(
+                partial(self._trainer.begin_forward_backward, call.adapter_id, call.groups, call.loss, owner=call.owner or call.adapter_id)
+            )
             assert isinstance(result, ForwardBackwardResult)
             self.num_trained_tokens += result.num_tokens
             return result
@@ -185,8 +193,11 @@ class VerbService:
 
     async def _forward(self, call: _Forward) -> object:
         _check_groups(call.groups)
-        run = partial(self._trainer.forward, call.adapter_id, call.groups, temperature=call.temperature, reference=call.reference)
-        return await self._read(call, call.adapter_id, "forward", lambda: self._turns(run))
+        begin = partial(
+            self._trainer.begin_forward, call.adapter_id, call.groups, temperature=call.temperature, reference=call.reference,
+            exported=call.exported, owner=call.owner or call.adapter_id,
+        )  # fmt: skip
+        return await self._read(call, call.adapter_id, "forward", lambda: self._train(begin))
 
     async def _sample(self, call: _Sample) -> object:
         for i, request in enumerate(call.requests):
@@ -200,7 +211,7 @@ class VerbService:
                         code="adapter_not_loaded",
                     )
                 self._fences.check_synced(call.adapter_id)
-            return await self._rollouts.sample(call.adapter_id, call.requests)
+            return await self._rollouts.sample(call.adapter_id, call.requests, owner=call.owner or call.adapter_id)
 
         return await self._read(call, call.adapter_id, "sample", work)
 
@@ -229,8 +240,8 @@ class VerbService:
     async def _once(self, function: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self._compute.call(function))
 
-    async def _turns(self, make: Callable[[], Iterator[None]]) -> Any:
-        return await asyncio.wrap_future(self._compute.iterate(make))
+    async def _train(self, begin: Callable[[], PendingOp]) -> Any:
+        return await asyncio.wrap_future(self._compute.train(begin))
 
 
 def check_tokens(tokens: np.ndarray[Any, Any], where: str, vocab_size: int) -> None:

@@ -70,7 +70,7 @@ def busy_adapter(engine: Engine, adapter_id: str, *, seed: int, rank: int = 8, s
 @contextmanager
 def computing(engine: Engine) -> Iterator[tuple[Compute, LocalRollouts]]:
     """The engine with its compute thread running."""
-    compute = Compute(engine.batcher)
+    compute = Compute(engine.batcher, engine.trainer.advance)
     compute.start()
     try:
         yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.adapter, max_model_len=engine.info.max_model_len)

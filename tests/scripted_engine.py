@@ -70,7 +70,7 @@ class ScriptedEngine:
         self.synced.clear()
         self.tokens.clear()
 
-    def connect(self, holder_token: int) -> AbstractContextManager[Verbs]:
+    def connect(self, holder_token: int, owner: str = "") -> AbstractContextManager[Verbs]:
         """What `Context.connect` wants."""
         return nullcontext(ScriptedClient(self, holder_token))
 
@@ -125,7 +125,13 @@ class ScriptedClient:
         ]
 
     def forward(
-        self, adapter_id: str | None, groups: Sequence[TrainGroup], *, temperature: float, reference: bool = False
+        self,
+        adapter_id: str | None,
+        groups: Sequence[TrainGroup],
+        *,
+        temperature: float,
+        reference: bool = False,
+        exported: bool = False,
     ) -> tuple[tuple[FloatArray, ...], ...]:
         self._enter("forward", adapter_id)
         return tuple(tuple(_logprobs(c) for c in g.completions) for g in groups)
@@ -144,7 +150,9 @@ class ScriptedClient:
             metrics={"ratio": 1.0, "clip_fraction": 0.0, "kl": 0.0, "entropy": 0.5},
         )
 
-    def optim_step(self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float) -> OptimResult:
+    def optim_step(
+        self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
+    ) -> OptimResult:
         self._enter("optim_step", adapter_id)
         adapter = self._adapter(adapter_id)
         norm = float(np.linalg.norm(adapter.gradient))

@@ -29,7 +29,7 @@ class Context:
 
     settings: Settings
     store: ObjectStore
-    connect: Callable[[int], AbstractContextManager[Verbs]]
+    connect: Callable[[int, str], AbstractContextManager[Verbs]]
     """The engine, for the holder of this fencing token."""
     send: Callable[[TaskName, str], None]
     """Wakes a worker: task and job id. May lose messages; the sweep finds what was lost."""

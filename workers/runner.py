@@ -54,7 +54,7 @@ def run_job(context: Context, job_id: str) -> JobStatus | None:
     if claimed is None:
         return None
     try:
-        with Heartbeat(claimed.held, context.settings) as heartbeat, context.connect(claimed.held.token) as verbs:
+        with Heartbeat(claimed.held, context.settings) as heartbeat, context.connect(claimed.held.token, claimed.job.tenant_id) as verbs:
             return JobRun(context, claimed, verbs, heartbeat.ensure).run()
     except LeaseLost as error:
         log.warning("%s", error)
@@ -137,7 +137,7 @@ class JobRun:
             self._step_times_s.append(time.monotonic() - started)
 
     def _rows(self, sha256: str | None) -> list[PromptRow]:
-        return parse_file(self._context.store.get_blob(sha256), self._spec.reinforcement.grader).rows if sha256 else []
+        return parse_file(self._context.store.get_blob(sha256), self._spec.grader).rows if sha256 else []
 
     def _control(self) -> Control:
         with session_scope(readonly=True) as session:

@@ -26,7 +26,7 @@ def context() -> Context:
     """This process's."""
     settings = get_settings()
     url = settings.resolved_engine_url
-    return Context(settings, open_store(), lambda token: EngineClient(url, holder_token=token), _send, STOPPING)
+    return Context(settings, open_store(), lambda token, tenant_id: EngineClient(url, holder_token=token, owner=tenant_id), _send, STOPPING)
 
 
 @app.task(name=VALIDATE_JOB)

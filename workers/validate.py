@@ -35,7 +35,7 @@ def validate_job(context: Context, job_id: str) -> JobStatus | None:
         return None
     spec = JobSpec.model_validate(claimed.job.spec)
     try:
-        with Heartbeat(claimed.held, context.settings) as heartbeat, context.connect(claimed.held.token) as verbs:
+        with Heartbeat(claimed.held, context.settings) as heartbeat, context.connect(claimed.held.token, claimed.job.tenant_id) as verbs:
             checked = _check(context, spec, verbs, heartbeat)
         return _conclude(context, claimed, spec, checked)
     except LeaseLost as error:
@@ -56,7 +56,7 @@ def _check(context: Context, spec: JobSpec, verbs: Verbs, heartbeat: Heartbeat) 
     info = verbs.info()
     if info.name != spec.base_model:
         raise InvalidInput(f"The engine holds base model {info.name!r}; this job asks for {spec.base_model!r}.", param="model")
-    grader = spec.reinforcement.grader
+    grader = spec.grader
     max_prompt_tokens = info.max_model_len - spec.rollout.max_tokens
 
     def check(sha256: str) -> DatasetReport:

@@ -44,6 +44,7 @@ class PendingOp:
     _found: dict[tuple[int, int], FloatArray] = field(default_factory=dict[tuple[int, int], FloatArray])
     _accumulating: ExitStack = field(default_factory=ExitStack)
     _opened: bool = False
+    error: BaseException | None = None
 
     def plan(self, max_rows: int) -> "PendingOp":
         """Cuts the groups into pieces; what shares a prompt and fits stays together, and so do dpo's pairs."""
@@ -54,14 +55,14 @@ class PendingOp:
 
     @property
     def done(self) -> bool:
-        """Whether every piece was computed."""
+        """Whether nothing is left to compute: it went through, or failed."""
         return not self.pieces
 
     def open(self) -> None:
         """Before its first micro-batch: gradients are gathered apart, so that a call that fails leaves them as they were."""
         if self.slot is not None and not self._opened:
             self._accumulating.enter_context(self.slot.accumulating())
-        self._opened = True
+            self._opened = True
 
     def finish(self) -> Logprobs | ForwardBackwardResult:
         """Its result; adds its gradients to those that were there."""
@@ -73,8 +74,9 @@ class PendingOp:
 
     def abort(self, error: BaseException) -> None:
         """Gives it up: gradients are what they were before it."""
-        if self._opened:
+        if self.error is None:
             self._accumulating.__exit__(type(error), error, error.__traceback__)
+            self.error = error
         self.pieces.clear()
 
     def add(self, pieces: Sequence[Piece], logprobs_M: Tensor, *, loss: float = 0.0, means: dict[str, float] | None = None) -> None:

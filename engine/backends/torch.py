@@ -19,7 +19,7 @@ from engine.backends.optimizer import Slot
 from engine.backends.state import slot_from_bytes, slot_to_bytes
 from engine.logprobs import token_logprobs
 from engine.lora import Adapter, Segment
-from engine.losses import LossInputs, packed_loss
+from engine.losses import LossInputs, check_loss, packed_loss
 from engine.model import BaseModel
 from engine.packing import PackedBatch, Piece, check_groups, pack, rows_of
 from engine.peft_export import adapter_config, adapter_weights, export_notes
@@ -80,7 +80,7 @@ class TorchTrainer:
         reference: bool = False,
         exported: bool = False,
     ) -> Generator[None, None, Logprobs]:
-        """See `engine.types.Trainer`."""
+        """One forward by itself, for callers without a compute thread: yields between micro-batches."""
         op = self.begin_forward(adapter_id, groups, temperature=temperature, reference=reference, exported=exported)
         while not op.done:
             self.advance([op])
@@ -90,8 +90,11 @@ class TorchTrainer:
     def forward_backward(
         self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings
     ) -> Generator[None, None, ForwardBackwardResult]:
-        """See `engine.types.Trainer`. A call that fails or is abandoned leaves the gradients as they were."""
+        """One forward_backward by itself; one that fails or is abandoned leaves the gradients as they were."""
         op = self.begin_forward_backward(adapter_id, groups, loss)
+        return cast(ForwardBackwardResult, (yield from self._alone(op)))
+
+    def _alone(self, op: PendingOp) -> Generator[None, None, object]:
         try:
             while not op.done:
                 self.advance([op])
@@ -99,7 +102,9 @@ class TorchTrainer:
         except BaseException as error:
             op.abort(error)
             raise
-        return cast(ForwardBackwardResult, op.finish())
+        if op.error is not None:
+            raise op.error
+        return op.finish()
 
     def begin_forward(
         self,
@@ -124,9 +129,8 @@ class TorchTrainer:
         """See `engine.types.Trainer`."""
         slot = self._slot(adapter_id)
         _check_temperature(loss.temperature)
-        if not loss.denominator > 0:
-            raise InvalidInput(f"denominator is {loss.denominator}; it must be above 0.", param="loss.denominator")
         self._check(groups, training=True)
+        check_loss(groups, loss)
         return PendingOp(owner, groups, loss.temperature, slot.adapter, slot, loss).plan(self._micro_batch_tokens)
 
     def advance(self, ops: Sequence[PendingOp]) -> None:
@@ -134,13 +138,16 @@ class TorchTrainer:
         forwards = [op for op in ops if op.loss is None and not op.done]
         # Forwards first: they are short, and what waits for them has nothing else to do.
         chosen = self._shares.choose(forwards or ops, self._micro_batch_tokens, mixed=self._mixed)
-        if not chosen:
-            return
-        if forwards:
-            for (op, pieces), logprobs_M in zip(chosen, self._without_gradients(chosen, [op.adapter for op, _ in chosen]), strict=True):
-                op.add(pieces, logprobs_M)
-        else:
-            self._train(chosen)
+        try:
+            if forwards:
+                found = self._without_gradients(chosen, [op.adapter for op, _ in chosen])
+                for (op, pieces), logprobs_M in zip(chosen, found, strict=True):
+                    op.add(pieces, logprobs_M)
+            elif chosen:
+                self._train(chosen)
+        except Exception as error:  # noqa: BLE001 - it is the error of the ops in this batch; others go on
+            for op, _ in chosen:
+                op.abort(error)
 
     def optim_step(
         self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
@@ -205,8 +212,8 @@ class TorchTrainer:
         loss, device = op.loss, self._model.device.torch
         assert loss is not None
         logprobs_M, entropies_M = token_logprobs(
-            hidden_MH, self._model.lm_head_VH, targets_M, temperature=op.temperature, entropy=True
-        )  # fmt: skip
+            hidden_MH, self._model.lm_head_VH, targets_M, temperature=op.temperature, entropy=True, entropy_gradient=loss.entropy_bonus > 0
+        )
 
         def optional(name: str, otherwise_M: Tensor | None = None) -> Tensor | None:
             """What the groups bring; where some bring none, their tokens get `otherwise`."""

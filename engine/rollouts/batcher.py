@@ -52,6 +52,11 @@ class Batcher:
         return bool(self._waiting or self._live)
 
     @property
+    def serving(self) -> bool:
+        """Whether somebody waits for an answer, not a training job for its rollouts."""
+        return any(g.interactive for g in self._waiting) or any(s.generation.interactive for s in self._live)
+
+    @property
     def num_live(self) -> int:
         """Sequences being decoded."""
         return len(self._live)

@@ -33,7 +33,7 @@ class LocalRollouts:
     def drop(self, adapter_id: str) -> None:
         """See Rollouts. Holds nothing: adapters are the trainer's."""
 
-    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
+    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest], *, owner: Hashable = None) -> list[list[Completion]]:
         """See Rollouts.
 
         Raises:
@@ -42,8 +42,7 @@ class LocalRollouts:
         adapter = None
         if adapter_id is not None:
             adapter = await asyncio.wrap_future(self._compute.call(lambda: self._lookup(adapter_id)))
-        owner: Hashable = ("train", adapter_id)
-        generations = [Generation(owner, adapter, request.prompt_tokens, request.params) for request in requests]
+        generations = [Generation(("train", owner or adapter_id), adapter, request.prompt_tokens, request.params) for request in requests]
         return await self.generate(generations)
 
     def check(self, generations: Sequence[Generation]) -> None:

@@ -41,6 +41,7 @@ class Generation:
         on_piece: called on the compute thread for each token; must not block.
         result: gets the completions in order of params, or the error.
         num_top_logprobs: likeliest tokens wanted beside each sampled one.
+        interactive: somebody waits for it; training leaves it more of the time.
     """
 
     owner: Hashable
@@ -49,6 +50,7 @@ class Generation:
     params: tuple[SamplingParams, ...]
     on_piece: OnPiece | None = None
     num_top_logprobs: int = 0
+    interactive: bool = False
     result: Future[list[Completion]] = field(default_factory=Future[list[Completion]])
     draws: list[list[Draw]] = field(default_factory=list[list[Draw]])
     """Each completion's tokens, also of those that are done."""

@@ -6,7 +6,7 @@ vLLM is not patched: it is reached by its own HTTP, and by one route that our pl
 import asyncio
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
@@ -61,6 +61,12 @@ class VllmRollouts:
     def sync(self, adapter_id: str) -> str:
         """See Rollouts. Call it on the thread that computes: it reads the trainer's weights."""
         saved = self._trainer.save(adapter_id)
+        if "distilled_experts" in saved.notes:
+            raise InvalidInput(
+                "vLLM can't gate a mixture of adapters, so it would sample another policy than is trained; use local rollouts, or num_experts 1.",
+                param="lora.num_experts",
+                code="not_an_adapter",
+            )
         before = self._pushed.get(adapter_id)
         if before is not None and before.weights_fingerprint == saved.fingerprint and self._holds(before):
             return saved.fingerprint
@@ -83,8 +89,8 @@ class VllmRollouts:
             self._forget(pushed)
             shutil.rmtree(self._folder / adapter_id, ignore_errors=True)
 
-    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest]) -> list[list[Completion]]:
-        """See Rollouts.
+    async def sample(self, adapter_id: str | None, requests: Sequence[SampleRequest], *, owner: Hashable = None) -> list[list[Completion]]:
+        """See Rollouts. Shares between owners are vLLM's scheduler's.
 
         Raises:
             NotFound: vLLM lost the adapter (it was restarted); code adapter_not_loaded.

@@ -136,7 +136,7 @@ class ServingRoutes:
         for i, prompt in enumerate(prompts):
             first_seed = secrets.randbits(63) if body.seed is None else body.seed + i * count
             params = tuple(SamplingParams(max_tokens, temperature, top_p, body.stops, first_seed + j) for j in range(count))
-            generations.append(Generation(owner, adapter, prompt, params, num_top_logprobs=answer.num_logprobs or 0))
+            generations.append(Generation(owner, adapter, prompt, params, num_top_logprobs=answer.num_logprobs or 0, interactive=True))
         self._rollouts.check(generations)
         return _Work(generations, answer, body.stream_options is not None and body.stream_options.include_usage)
 

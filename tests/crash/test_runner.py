@@ -186,7 +186,7 @@ def test_stale_holder_writes_nothing(platform: Platform, unbroken: str) -> None:
     with pytest.raises(LeaseLost), fenced(stale) as (_, job):
         job.step = 99
     assert platform.job(job_id).step == 7
-    with platform.engine.connect(stale.token) as verbs, pytest.raises(LeaseLost):
+    with platform.engine.connect(stale.token, "") as verbs, pytest.raises(LeaseLost):
         verbs.drop_adapter(job_id)
     assert platform.digest(job_id) == unbroken
 

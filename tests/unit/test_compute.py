@@ -1,10 +1,13 @@
 """The compute thread and the batcher: turns, fairness, errors that stay with their caller, memory that comes back."""
 
 import asyncio
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from core.errors import Conflict, InvalidInput, LeaseLost, NotFound, Unavailable
 from engine.compute import Compute
 from engine.fencing import Caller, Fences
+from engine.rollouts.local import LocalRollouts
 from engine.rollouts.requests import Generation, Piece
 from engine.types import SampleRequest, SamplingParams
 from tests.engines import Engine, busy_adapter, computing, make_engine
@@ -31,64 +35,96 @@ def generation(owner: str, count: int, *, max_tokens: int = 20, log: list[str] |
     return Generation(owner, None, np.array([3, 4, 5], np.int32), params, on_piece=on_piece if log is not None else None)
 
 
-def test_ops_take_turns_and_a_crash_is_its_callers(engine: Engine) -> None:
+class Op:
+    """A training op of some turns that notes each one; the last of `breaks_at` turns raises."""
+
+    def __init__(self, name: str, turns: float, log: list[str], *, turn_s: float = 0.0, breaks_at: int | None = None) -> None:
+        self.name, self.left, self.log, self.turn_s, self.breaks_at = name, turns, log, turn_s, breaks_at
+        self.error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.left <= 0 or self.error is not None
+
+    def advance(self) -> None:
+        time.sleep(self.turn_s)
+        self.left -= 1
+        self.log.append(self.name)
+        if self.breaks_at is not None and self.log.count(self.name) == self.breaks_at:
+            self.abort(ZeroDivisionError())
+
+    def finish(self) -> str:
+        return self.name
+
+    def abort(self, error: BaseException) -> None:
+        self.error = self.error or error
+
+
+def advance(ops: Sequence[Any]) -> None:
+    for op in ops:
+        op.advance()
+
+
+@contextmanager
+def computing_ops(engine: Engine) -> Iterator[tuple[Compute, LocalRollouts]]:
+    compute = Compute(engine.batcher, advance)
+    compute.start()
+    try:
+        yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.adapter, max_model_len=512)
+    finally:
+        compute.stop()
+
+
+def test_ops_advance_together_and_a_crash_is_its_callers(engine: Engine) -> None:
     order: list[str] = []
-
-    def op(name: str, turns: int) -> Iterator[None]:
-        for _ in range(turns):
-            order.append(name)
-            yield
-        return name
-
-    def crash() -> Iterator[None]:
-        yield
-        raise ZeroDivisionError
-
-    with computing(engine) as (compute, _):
+    with computing_ops(engine) as (compute, _):
         gate = threading.Event()
         compute.post(gate.wait)
-        first, broken, second = compute.iterate(lambda: op("a", 3)), compute.iterate(crash), compute.iterate(lambda: op("b", 3))
+        ops = [Op("a", 3, order), Op("broken", 9, order, breaks_at=2), Op("b", 3, order)]
+        first, broken, second = (compute.train(lambda op=op: op) for op in ops)
+        refused = compute.train(lambda: cast(Any, 1 / 0))
         plain = compute.call(lambda: 42)
         gate.set()
         assert (first.result(10), second.result(10), plain.result(10)) == ("a", "b", 42)
-        with pytest.raises(ZeroDivisionError):
-            broken.result(10)
-    assert order == ["a", "b", "a", "b", "a", "b"]
+        for failed in (broken, refused):
+            with pytest.raises(ZeroDivisionError):
+                failed.result(10)
+    assert order == ["a", "broken", "b", "a", "broken", "b", "a", "b"]
 
 
-def test_decoding_goes_on_between_micro_batches(engine: Engine) -> None:
-    """A training op of many turns leaves half of the time to sequences that are live."""
-    stamps: list[float] = []
+@pytest.mark.parametrize("interactive", [True, False])
+def test_decoding_goes_on_between_micro_batches(engine: Engine, interactive: bool) -> None:
+    """A training op of many turns leaves time to sequences that are live, more of it when somebody waits for them."""
+    log: list[str] = []
+    with computing_ops(engine) as (compute, rollouts):
+        training = compute.train(lambda: Op("long", 60, log, turn_s=0.02))
+        request = Generation(("x",), None, np.array([3, 4], np.int32), (SamplingParams(max_tokens=12),), interactive=interactive)
+        asyncio.run(rollouts.generate([request]))
+        turns_before = len(log)
+        training.result(20)
+    assert 0 < turns_before < 60
 
-    def slow_op() -> Iterator[None]:
-        for _ in range(20):
-            time.sleep(0.03)
-            stamps.append(time.perf_counter())
-            yield
 
-    with computing(engine) as (compute, rollouts):
-        op = compute.iterate(slow_op)
-        request = SampleRequest(np.array([3, 4], np.int32), (SamplingParams(max_tokens=12),))
-        asyncio.run(rollouts.sample(None, [request]))
-        finished = time.perf_counter()
-        op.result(20)
-    assert finished < stamps[-1]
+def test_a_short_call_does_not_wait_for_a_whole_op(engine: Engine) -> None:
+    log: list[str] = []
+    with computing_ops(engine) as (compute, _):
+        training = compute.train(lambda: Op("long", 50, log, turn_s=0.01))
+        compute.call(lambda: None).result(10)
+        assert len(log) < 50
+        training.result(10)
 
 
 def test_stopping_gives_what_is_left_an_error(engine: Engine) -> None:
-    def forever() -> Iterator[None]:
-        while True:
-            time.sleep(0.001)
-            yield
-
-    compute = Compute(engine.batcher)
+    compute = Compute(engine.batcher, advance)
     compute.start()
-    op, waiting = compute.iterate(forever), generation("left", 2, max_tokens=500)
+    endless = Op("endless", math.inf, [], turn_s=0.001)
+    op, waiting = compute.train(lambda: endless), generation("left", 2, max_tokens=500)
     compute.post(lambda: engine.batcher.submit(waiting))
     compute.stop()
     for future in (op, waiting.result):
         with pytest.raises(Unavailable):
             future.result(0)
+    assert isinstance(endless.error, Unavailable)
     assert not engine.batcher.busy
     with pytest.raises(Unavailable):
         compute.call(lambda: 1)
