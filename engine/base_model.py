@@ -93,6 +93,8 @@ def load_base(settings: Settings) -> tuple[BaseModel, Any, BaseModelInfo]:
     folder = ensure_base_model(settings)
     device = pick_device(settings.device, settings.dtype)
     model = BaseModel(folder, device)
+    if settings.activation_checkpointing:
+        model.checkpoint_activations()
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     info = BaseModelInfo(
         name=settings.base_model_name,
