@@ -70,8 +70,8 @@ def memory_bytes_per_s(*, threads: int, min_s: float = MIN_S) -> float:
 
 
 def _rate(matrix: Matrix, num_rows: int, dtype: torch.dtype, min_s: float) -> ShapeRate:
-    copies = max(1, -(-COLD_BYTES // (matrix.size * dtype.itemsize)))
-    weights = [torch.randn(matrix.outputs, matrix.inputs).to(dtype) for _ in range(min(copies, matrix.count))]
+    copies = -(-COLD_BYTES // (matrix.size * dtype.itemsize))
+    weights = [torch.randn(matrix.outputs, matrix.inputs).to(dtype) for _ in range(copies)]
     operations = 2.0 * num_rows * matrix.size
     x_NI, g_NO = torch.randn(num_rows, matrix.inputs).to(dtype), torch.randn(num_rows, matrix.outputs).to(dtype)
     forward = _seconds([_product(x_NI, weight.T) for weight in weights], min_s)

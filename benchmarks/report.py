@@ -13,12 +13,15 @@ FILE_WIDTH = 170
 
 def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """A table on standard output."""
-    table = Table(title=title, title_justify="left")
+    table = Table()
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="left" if index == 0 else "right")
     for row in rows:
         table.add_row(*(f"{cell:.2f}" if isinstance(cell, float) else str(cell) for cell in row))
-    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
+    console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, highlight=False)
+    # Not the table's own title, which is folded to the table's width.
+    console.print(title, style="italic", markup=False)
+    console.print(table)
 
 
 def print_json(values: Mapping[str, object]) -> None:

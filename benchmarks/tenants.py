@@ -224,7 +224,8 @@ def _side_by_side(peers: Sequence[PeerProcess]) -> float:
 def _print(outcomes: Sequence[Outcome], peers: tuple[Spread, Spread] | None, crowds: Sequence[Crowd], machine: Machine) -> None:
     rows = [(f"{o.kind.title}, {o.kind.num_steps} steps", str(o.at_once), str(o.in_turn), ratio(o.in_turn, o.at_once)) for o in outcomes]
     title = f"{NUM_JOBS} jobs on one engine, seconds: median (least to greatest), {machine.cores} threads, {machine.cpu}"
-    print_table(title, ("each job", "at once", "in turn", "in turn / at once"), rows)
+    if rows:
+        print_table(title, ("each job", "at once", "in turn", "in turn / at once"), rows)
     if peers:
         heading = f"{NUM_JOBS} small jobs, a step each, float32: one engine against {NUM_JOBS} TRL processes on the same cores"
         print_table(heading, ("", "seconds"), [("ours", str(peers[0])), ("TRL", str(peers[1])), ("TRL/ours", ratio(peers[1], peers[0]))])

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from benchmarks.arithmetic import GroupLengths, ModelShape, decode_work, train_work
+from benchmarks.batches import Sizes, make_groups, one_by_one, padded
 from benchmarks.job import prompts_digest, rows_in_order
 from benchmarks.machine import has_native_bf16
 from benchmarks.measure import Spread, alternate, ratio
 from benchmarks.options import endless
-from benchmarks.step_switches import Sizes, make_groups, one_by_one, padded
 from benchmarks.workload import Conversation, Workload, demo_workload, exact_conversations, fixed_workload
 
 SHAPE = ModelShape(hidden=8, intermediate=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, vocab=32)
@@ -131,7 +131,7 @@ def test_bf16_is_native_only_with_its_own_instructions() -> None:
 
 
 def test_wasteful_batches_ask_for_the_same_loss() -> None:
-    groups = make_groups(Sizes(4, 4, 10, 12), vocab=100)
+    groups = make_groups(Sizes(4, 4, 10, 12), vocab=100, mixed=True)
     lengths = sorted(len(c) for g in groups for c in g.completions)
     assert (lengths[0], lengths[-1]) == (1, 12)
     alone = one_by_one(groups)
