@@ -9,13 +9,20 @@ from pydantic_core import PydanticUndefined
 
 from core.contracts import (
     AlgorithmSettings,
+    CurriculumSettings,
+    DpoHyperparameters,
+    EvaluationSettings,
     Hyperparameters,
+    LearningRateGroup,
     LoraSettings,
     MultiGrader,
     OptimizerSettings,
+    RankBudget,
     RolloutSettings,
     StringCheckGrader,
+    SupervisedHyperparameters,
     TextSimilarityGrader,
+    WarmUpSettings,
 )
 from core.contracts.job import JobSpec
 from core.settings import Settings
@@ -23,10 +30,17 @@ from core.settings import Settings
 DOCS = Path(__file__).parent.parent / "docs"
 _JOB_SECTIONS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("method.reinforcement.hyperparameters", "OpenAI's own fields.", Hyperparameters),
+    ("method.supervised.hyperparameters", "OpenAI's own fields, and this platform's two of evaluation.", SupervisedHyperparameters),
+    ("method.dpo.hyperparameters", "OpenAI's own fields, and this platform's two of evaluation.", DpoHyperparameters),
     ("lora", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", LoraSettings),
     ("algorithm", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", AlgorithmSettings),
     ("rollout", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", RolloutSettings),
     ("optimizer", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", OptimizerSettings),
+    ("optimizer.learning_rate_groups[]", "", LearningRateGroup),
+    ("lora.rank_budget", "", RankBudget),
+    ("warm_up", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", WarmUpSettings),
+    ("curriculum", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", CurriculumSettings),
+    ("evaluation", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", EvaluationSettings),
     ("grader of type string_check", "", StringCheckGrader),
     ("grader of type text_similarity", "", TextSimilarityGrader),
     ("grader of type multi", "", MultiGrader),
@@ -44,7 +58,8 @@ def job_page() -> str:
         if note:
             parts.append(note)
         parts.append(_table({name: field for name, field in model.model_fields.items() if name != "type"}))
-    own = {name: JobSpec.model_fields[name] for name in ("checkpoint_interval", "num_steps", "start_from")}
+    names = ("checkpoint_interval", "num_steps", "start_from", "start_mode", "start_learning_rate")
+    own = {name: JobSpec.model_fields[name] for name in names}
     parts += ["## Of the job itself", "Beside OpenAI's fields; with the `openai` client in `extra_body`.", _table(own)]
     return "\n\n".join(parts) + "\n"
 

@@ -240,7 +240,7 @@ class GrpoLoop:
         return groups, num_excluded, {"rollout_s": sampled_at - started, "grade_s": time.perf_counter() - sampled_at}
 
     def _grade(self, row: PromptRow, completion: Completion) -> GradeResult:
-        return grade(self._spec.reinforcement.grader, item=row.item, output_text=completion.text)
+        return grade(self._spec.grader, item=row.item, output_text=completion.text)
 
     def _loss(self, denominator: float) -> LossSettings:
         algorithm = self._spec.algorithm

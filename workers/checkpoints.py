@@ -13,7 +13,7 @@ from core.events import add_event
 from core.ids import new_id
 from core.leases import Held
 from core.tables import Adapter, AdapterVersion, Checkpoint, Job
-from engine.types import AdapterInfo, BaseModelInfo, Verbs
+from engine.types import AdapterInfo, BaseModelInfo, StackedOn, Verbs
 from registry.download import load_manifest
 from registry.manifest import WEIGHTS_FILE
 from registry.peft_format import PeftAdapter, check_adapter
@@ -54,8 +54,7 @@ class Checkpoints:
                 .order_by(Checkpoint.step.desc())
             ).first()
         if newest is None or newest[0].state_key is None:
-            weights = self._start_weights() if self.spec.start_from else None
-            return verbs.create_adapter(self.job.id, self.spec.lora, seed=self.spec.seed, weights=weights), 0
+            return self._create(verbs), 0
         checkpoint, version = newest
         made_over = Lineage.model_validate(version.lineage).base_model_digest
         if version.job_id == self.job.id and made_over != self.base.digest:
@@ -141,6 +140,14 @@ class Checkpoints:
                 self.store.delete(key)
 
         after_commit(session, delete)
+
+    def _create(self, verbs: Verbs) -> AdapterInfo:
+        spec = self.spec
+        start = self._start_weights() if spec.start_from else None
+        if start is None or spec.start_lora is None:
+            return verbs.create_adapter(self.job.id, spec.lora, seed=spec.seed, weights=start)
+        under = StackedOn(start, spec.start_lora, trainable=spec.start_learning_rate > 0)
+        return verbs.create_adapter(self.job.id, spec.lora, seed=spec.seed, under=under)
 
     def _start_weights(self) -> bytes:
         # The digest came in by the user's request: only a version of the job's own project may be read.

@@ -9,12 +9,14 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
 from api.openai.file_service import get_file
-from api.openai.job_schemas import JobCreate, JobObject, ReinforcementCreate
+from api.openai.job_method import check_settings, method_settings
+from api.openai.job_schemas import JobCreate, JobObject
 from api.openai.job_view import to_object
 from api.queue import VALIDATE_JOB, wake
 from api.retries import WINDOW_S
 from core.clock import now_s
-from core.contracts import Hyperparameters, JobSpec, JobStatus, LoraSettings, ReinforcementSettings
+from core.contracts import JobSpec, JobStatus, LoraSettings
+from core.contracts.lora import MAX_RANK
 from core.db import session_scope
 from core.errors import Conflict, InvalidInput, NotFound
 from core.events import add_event
@@ -22,7 +24,6 @@ from core.ids import new_id
 from core.scope import Scope
 from core.settings import get_settings
 from core.tables import Adapter, File, Job
-from engine.graders import validate_grader
 from registry.download import load_manifest
 from registry.manifest import CONFIG_FILE
 from registry.names import check_name, resolve
@@ -55,7 +56,8 @@ def create_job(scope: Scope, store: ObjectStore, body: JobCreate, raw_body: byte
 
 
 def _create(scope: Scope, store: ObjectStore, body: JobCreate, key: str, *, is_retry: bool) -> JobObject:
-    reinforcement = _reinforcement(body)
+    reinforcement, supervised = method_settings(body)
+    check_settings(body)
     with session_scope() as session:
         if is_retry:
             earlier = session.scalar(scope.select(Job).where(Job.idempotency_key == key, Job.created_at > now_s() - WINDOW_S))
@@ -72,13 +74,11 @@ def _create(scope: Scope, store: ObjectStore, body: JobCreate, key: str, *, is_r
             validation_file_sha256=None if validation is None else validation.sha256,
             seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
             reinforcement=reinforcement,
-            lora=_lora(body.lora, start),
-            algorithm=body.algorithm,
-            rollout=body.rollout,
-            optimizer=body.optimizer,
-            checkpoint_interval=body.checkpoint_interval,
-            num_steps=body.num_steps,
+            supervised=supervised,
+            lora=_lora(body, start),
             start_from=start.digest,
+            start_lora=start.lora if body.start_mode == "stack" else None,
+            **body.shared(),
         )
         # The key belongs to the newest request with this body: the same job may be wanted twice on purpose.
         session.execute(update(Job).where(Job.idempotency_key == key).values(idempotency_key=None))
@@ -92,36 +92,6 @@ def _create(scope: Scope, store: ObjectStore, body: JobCreate, key: str, *, is_r
         add_event(session, job.id, "Job created; its files are being validated.")
         wake(session, VALIDATE_JOB, job.id)
         return to_object(session, scope, job)
-
-
-def _reinforcement(body: JobCreate) -> ReinforcementSettings:
-    """The method's settings, checked.
-
-    Raises:
-        InvalidInput: another method, a grader that could not grade, a field that is not supported.
-    """
-    if body.method is None:
-        raise InvalidInput("method: required; send {'type': 'reinforcement', 'reinforcement': {'grader': …}}.", param="method")
-    if body.method.type != "reinforcement":
-        message = f"method.type: {body.method.type!r} is not trained by this platform; use 'reinforcement'."
-        raise InvalidInput(message, param="method.type", code="unsupported_method")
-    for other in ("supervised", "dpo"):
-        if getattr(body.method, other) is not None:
-            raise InvalidInput(f"method.{other}: does not go with type 'reinforcement'; leave it out.", param=f"method.{other}")
-    settings: ReinforcementCreate | None = body.method.reinforcement
-    if settings is None:
-        raise InvalidInput("method.reinforcement: required with this type; give at least its grader.", param="method.reinforcement")
-    if body.hyperparameters is not None:
-        message = "hyperparameters: OpenAI's old place of them; move them to method.reinforcement.hyperparameters."
-        raise InvalidInput(message, param="hyperparameters")
-    if body.integrations:
-        raise InvalidInput("integrations: none is supported; leave it out.", param="integrations")
-    max_model_len = get_settings().max_model_len
-    if body.rollout.max_tokens >= max_model_len:
-        message = f"rollout.max_tokens: {body.rollout.max_tokens} leaves no room for a prompt: there are {max_model_len} tokens in all."
-        raise InvalidInput(message, param="rollout.max_tokens")
-    validate_grader(settings.grader, None, param="method.reinforcement.grader")
-    return ReinforcementSettings(grader=settings.grader, hyperparameters=settings.hyperparameters or Hyperparameters())
 
 
 def _input_file(session: Session, scope: Scope, file_id: str, *, param: str) -> File:
@@ -161,21 +131,34 @@ def _adapter_start(session: Session, scope: Scope, store: ObjectStore, name: str
     return Start(resolved.version.digest, parse_config(store.get_blob(manifest.files[CONFIG_FILE])).lora_settings())
 
 
-def _lora(asked: LoraSettings | None, start: Start) -> LoraSettings:
-    """The adapter's shape: an adapter that training continues from brings its own."""
+def _lora(body: JobCreate, start: Start) -> LoraSettings:
+    """The shape of what is trained: an adapter that training continues from brings its own, over a stacked one it is free.
+
+    Raises:
+        InvalidInput: stacking without a start or beyond the limit of ranks; a shape that is not the continued adapter's.
+    """
+    asked = body.lora
+    if body.start_mode == "stack":
+        if start.lora is None:
+            message = "start_mode: stack puts a new adapter over another one; name that one as model or in start_from."
+            raise InvalidInput(message, param="start_mode")
+        new = asked or LoraSettings()
+        both = new.max_rank * (2 if new.init == "pissa" else 1) * new.num_experts + start.lora.max_rank
+        if both > MAX_RANK:
+            message = f"lora.rank: with the rank of the adapter underneath it comes to {both}, over the limit of {MAX_RANK}."
+            raise InvalidInput(message, param="lora.rank")
+        return new
     if start.lora is None:
         return asked or LoraSettings()
     if asked is None:
         return start.lora
-    for name in ("rank", "alpha"):
-        if getattr(asked, name) != getattr(start.lora, name):
-            has, wants = getattr(start.lora, name), getattr(asked, name)
-            message = f"lora.{name}: the adapter that training starts from has {has}, not {wants}; leave lora out to keep its shape."
+    kept = start.lora.model_copy(update={"dropout": asked.dropout})
+    for name in LoraSettings.model_fields:
+        has, wants = getattr(kept, name), getattr(asked, name)
+        if name in asked.model_fields_set and (set(wants) != set(has) if name == "target_modules" else wants != has):
+            message = f"lora.{name}: the adapter that training continues from has {has}, not {wants}; leave lora out to keep its shape."
             raise InvalidInput(message, param=f"lora.{name}")
-    if set(asked.target_modules) != set(start.lora.target_modules):
-        message = "lora.target_modules: not those of the adapter that training starts from; leave lora out to keep its shape."
-        raise InvalidInput(message, param="lora.target_modules")
-    return start.lora
+    return kept
 
 
 def _check_suffix(session: Session, scope: Scope, suffix: str) -> None:

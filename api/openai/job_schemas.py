@@ -1,10 +1,20 @@
 """Fine-tuning jobs on the wire: OpenAI's own fields, and this project's settings beside them."""
 
-from typing import Annotated, Any, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, Field, StringConstraints, model_validator
 
-from core.contracts import AlgorithmSettings, Contract, Grader, Hyperparameters, JobStatus, LoraSettings, OptimizerSettings, RolloutSettings
+from core.contracts import (
+    Contract,
+    DpoHyperparameters,
+    Grader,
+    Hyperparameters,
+    JobSettings,
+    JobStatus,
+    LoraSettings,
+    SupervisedHyperparameters,
+)
 
 Metadata = Annotated[
     dict[Annotated[str, StringConstraints(min_length=1, max_length=64)], Annotated[str, StringConstraints(max_length=512)]],
@@ -26,19 +36,36 @@ class ReinforcementCreate(Contract):
         return self
 
 
+class SupervisedCreate(Contract):
+    """`method.supervised`: rows end with the assistant's message, which is what is learned."""
+
+    hyperparameters: SupervisedHyperparameters | None = Field(default=None, description="OpenAI's own settings; default all auto.")
+
+
+class DpoCreate(Contract):
+    """`method.dpo`: rows are {input: {messages}, preferred_output: [message], non_preferred_output: [message]}."""
+
+    hyperparameters: DpoHyperparameters | None = Field(default=None, description="OpenAI's own settings; default all auto.")
+
+
+MethodType = Literal["supervised", "dpo", "reinforcement"]
+ALGORITHM_OF: Mapping[str, str] = {"supervised": "sft", "dpo": "dpo"}
+"""Methods that are one algorithm."""
+
+
 class Method(Contract):
     """`method`."""
 
-    type: Literal["supervised", "dpo", "reinforcement"] = Field(description="reinforcement is the one that this platform trains.")
+    type: MethodType = Field(description="reinforcement samples and grades; supervised and dpo learn from what the file holds.")
     reinforcement: ReinforcementCreate | None = None
-    supervised: dict[str, Any] | None = None
-    dpo: dict[str, Any] | None = None
+    supervised: SupervisedCreate | None = None
+    dpo: DpoCreate | None = None
 
 
-class JobCreate(Contract):
+class JobCreate(JobSettings):
     """The body that submits a job."""
 
-    model: str = Field(min_length=1, max_length=256, description="The base model, or an adapter of the project to continue from.")
+    model: str = Field(min_length=1, max_length=256, description="The base model, or an adapter of the project to start from.")
     training_file: str = Field(min_length=1, max_length=128, description="Id of a file with purpose fine-tune.")
     validation_file: str | None = Field(default=None, min_length=1, max_length=128, description="Id of a file to evaluate on.")
     suffix: str | None = Field(default=None, min_length=1, max_length=64, description="Name of the adapter that the job makes.")
@@ -47,16 +74,31 @@ class JobCreate(Contract):
     integrations: list[dict[str, Any]] | None = Field(default=None, description="None is supported.")
     method: Method | None = Field(default=None, description="How to train.")
     hyperparameters: dict[str, Any] | None = Field(default=None, description="OpenAI's old place of them; use method's.")
-
     lora: LoraSettings | None = Field(default=None, description="Shape of the adapter; default rank 16 on all linear layers.")
-    algorithm: AlgorithmSettings = Field(default_factory=AlgorithmSettings, description="The objective.")
-    rollout: RolloutSettings = Field(default_factory=RolloutSettings, description="How completions are sampled.")
-    optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="AdamW.")
-    checkpoint_interval: int = Field(default=5, ge=1, le=100_000, description="Optimizer steps between checkpoints.")
-    num_steps: int | None = Field(default=None, ge=1, le=100_000, description="Optimizer steps; default n_epochs over the file.")
     start_from: str | None = Field(
-        default=None, min_length=1, max_length=256, description="Adapter of the project that training continues from; or name it as model."
+        default=None, min_length=1, max_length=256, description="Adapter of the project that training starts from; or name it as model."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _algorithm_of_the_method(cls, data: Any) -> Any:
+        """supervised and dpo need not name their algorithm, and dpo's beta may stand in OpenAI's own place."""
+        if not isinstance(data, dict):
+            return data
+        body = cast("dict[str, Any]", data)
+        method, algorithm = body.get("method"), body.get("algorithm", {})
+        name = ALGORITHM_OF.get(str(method.get("type"))) if isinstance(method, dict) else None
+        if name is None or not isinstance(algorithm, dict):
+            return body
+        beta = _at(method, "dpo", "hyperparameters", "beta") if name == "dpo" else None
+        own = {"beta": beta} if isinstance(beta, int | float) else {}
+        return {**body, "algorithm": {"name": name, **own, **cast("dict[str, Any]", algorithm)}}
+
+
+def _at(value: Any, *path: str) -> Any:
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
 
 
 class JobError(BaseModel):
@@ -67,8 +109,8 @@ class JobError(BaseModel):
     param: str | None
 
 
-class JobObject(BaseModel):
-    """A job."""
+class OpenaiJob(BaseModel):
+    """A job as OpenAI has it."""
 
     id: str
     object: Literal["fine_tuning.job"] = "fine_tuning.job"
@@ -90,13 +132,15 @@ class JobObject(BaseModel):
     metadata: dict[str, str] | None
     integrations: list[dict[str, Any]] = []
     suffix: str | None
+
+
+class JobObject(JobSettings, OpenaiJob):
+    """A job, with this project's settings beside OpenAI's fields."""
+
     lora: LoraSettings
-    algorithm: AlgorithmSettings
-    rollout: RolloutSettings
-    optimizer: OptimizerSettings
-    checkpoint_interval: int
-    num_steps: int | None
     start_from: str | None
+    start_lora: LoraSettings | None
+    guidance: list[str] = Field(description="What is proposed for such a job, known once its files are validated; nothing is imposed.")
 
 
 class EventObject(BaseModel):

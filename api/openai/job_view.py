@@ -1,5 +1,7 @@
 """Jobs as the wire shows them."""
 
+from typing import Any
+
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
@@ -34,7 +36,7 @@ def to_objects(session: Session, scope: Scope, jobs: list[Job]) -> list[JobObjec
 
 def _to_object(job: Job, names: dict[str, str]) -> JobObject:
     spec, status = JobSpec.model_validate(job.spec), JobStatus(job.status)
-    hyperparameters = spec.reinforcement.hyperparameters.model_dump(mode="json", exclude_none=True)
+    hyperparameters = spec.hyperparameters.model_dump(mode="json", exclude_none=True)
     failed = job.error_code is not None
     return JobObject(
         id=job.id,
@@ -51,20 +53,24 @@ def _to_object(job: Job, names: dict[str, str]) -> JobObject:
         trained_tokens=job.trained_tokens if status in TERMINAL else None,
         training_file=job.training_file_id,
         validation_file=job.validation_file_id,
-        method={
-            "type": "reinforcement",
-            "reinforcement": {"grader": spec.reinforcement.grader.model_dump(mode="json"), "hyperparameters": hyperparameters},
-        },
+        method=_method(spec, hyperparameters),
         metadata=job.request_metadata or None,
         suffix=job.suffix,
         lora=spec.lora,
-        algorithm=spec.algorithm,
-        rollout=spec.rollout,
-        optimizer=spec.optimizer,
-        checkpoint_interval=spec.checkpoint_interval,
-        num_steps=spec.num_steps,
         start_from=spec.start_from,
+        start_lora=spec.start_lora,
+        guidance=(job.report or {}).get("guidance", []),
+        **spec.shared(),
     )
+
+
+def _method(spec: JobSpec, hyperparameters: dict[str, Any]) -> dict[str, Any]:
+    if spec.reinforcement is not None:
+        grader = spec.reinforcement.grader.model_dump(mode="json")
+        return {"type": "reinforcement", "reinforcement": {"grader": grader, "hyperparameters": hyperparameters}}
+    if spec.algorithm.name == "dpo":
+        return {"type": "dpo", "dpo": {"hyperparameters": {**hyperparameters, "beta": spec.algorithm.beta}}}
+    return {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}}
 
 
 def owned_job(session: Session, scope: Scope, job_id: str, *, lock: bool = False) -> Job:

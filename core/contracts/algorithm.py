@@ -125,6 +125,8 @@ class AlgorithmSettings(Contract):
             raise ValueError(f"share_backbone is true, but {self.name} with beta 0 has no reference policy; leave share_backbone out")
         if self.group_size < 2 and self.name != "sft":
             raise ValueError("group_size is 1; an advantage needs at least 2 completions to compare")
+        if self.importance_mode == "reject" and not (self.importance_cap or 0.0) > 1:
+            raise ValueError("importance_mode reject keeps weights in [1 / importance_cap, importance_cap]; give an importance_cap above 1")
         if self.name == "flowrl" and self.scale_advantages is False:
             raise ValueError("flowrl normalises rewards by their group; leave scale_advantages out")
         return self

@@ -84,7 +84,7 @@ class CurriculumSettings(Contract):
     mode: Literal["none", "difficulty", "pass_rate"] = Field(
         default="none",
         description="none: every row once an epoch; difficulty: easy rows first, by a field of the file; pass_rate: rows that the policy "
-        "always or never solves are met less, by the rewards seen so far.",
+        "always or never solves are met less, by the rewards seen so far (the older ones count half as much at each visit).",
     )
     difficulty_field: str = Field(
         default="difficulty", min_length=1, max_length=200, description="Field with a number, higher is harder (mode difficulty)."
@@ -102,6 +102,12 @@ class CurriculumSettings(Contract):
         default=0.2, gt=0, le=1, description="Weight of rows that are too easy or hopeless. 0.2: still met, since the policy changes."
     )
 
+    @model_validator(mode="after")
+    def _apart(self) -> Self:
+        if self.hopeless_below >= self.easy_above:
+            raise ValueError(f"hopeless_below is {self.hopeless_below:g}, which must be below easy_above, {self.easy_above:g}")
+        return self
+
 
 class EvaluationSettings(Contract):
     """What the held-out rewards decide. They need a validation file."""
@@ -115,34 +121,50 @@ class EvaluationSettings(Contract):
     )
 
 
-class Hyperparameters(Contract):
-    """OpenAI's own fields of `method.reinforcement.hyperparameters`; "auto" takes the default that is described."""
+Auto = Literal["auto"]
 
-    n_epochs: int | Literal["auto"] = Field(default="auto", description="Passes over the training file; auto: 1.")
-    batch_size: int | Literal["auto"] = Field(
+
+class SupervisedHyperparameters(Contract):
+    """OpenAI's own fields of `method.supervised.hyperparameters`, and this platform's two of evaluation; "auto" takes the default."""
+
+    n_epochs: int | Auto = Field(default="auto", description="Passes over the training file; auto: 1.")
+    batch_size: int | Auto = Field(
         default="auto", description="Prompts per optimizer step; auto: 8 (or the whole file when it is smaller)."
     )
-    learning_rate_multiplier: float | Literal["auto"] = Field(default="auto", description="Multiplies optimizer.learning_rate; auto: 1.")
-    compute_multiplier: float | Literal["auto"] = Field(
-        default="auto", description="Multiplies algorithm.group_size (rounded, at least 2); auto: 1."
-    )
-    eval_interval: int | Literal["auto"] = Field(default="auto", description="Steps between evaluations on the validation file; auto: 10.")
-    eval_samples: int | Literal["auto"] = Field(
+    learning_rate_multiplier: float | Auto = Field(default="auto", description="Multiplies optimizer.learning_rate; auto: 1.")
+    eval_interval: int | Auto = Field(default="auto", description="Steps between evaluations on the validation file; auto: 10.")
+    eval_samples: int | Auto = Field(
         default="auto", description="Prompts of the validation file per evaluation; auto: 32 (greedy, one completion each)."
-    )
-    reasoning_effort: Literal["default", "low", "medium", "high"] | None = Field(
-        default=None, description="Accepted for the wire's sake; base models here have no such switch, so only default is allowed."
     )
 
     @model_validator(mode="after")
     def _ranges(self) -> Self:
         for name, low, high in (
             ("n_epochs", 1, 1000), ("batch_size", 1, 1024), ("eval_interval", 1, 100_000), ("eval_samples", 1, 10_000),
-            ("learning_rate_multiplier", 1e-4, 1e4), ("compute_multiplier", 0.25, 16),
+            ("learning_rate_multiplier", 1e-4, 1e4), ("compute_multiplier", 0.25, 16), ("beta", 1e-4, 10),
         ):  # fmt: skip
-            value = getattr(self, name)
+            value = getattr(self, name, "auto")
             if value != "auto" and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; give a number from {low} to {high}, or auto")
+        return self
+
+
+class DpoHyperparameters(SupervisedHyperparameters):
+    """OpenAI's own fields of `method.dpo.hyperparameters`."""
+
+    beta: float | Auto = Field(default="auto", description="The same as algorithm.beta; auto: 0.1.")
+
+
+class Hyperparameters(SupervisedHyperparameters):
+    """OpenAI's own fields of `method.reinforcement.hyperparameters`."""
+
+    compute_multiplier: float | Auto = Field(default="auto", description="Multiplies algorithm.group_size (rounded, at least 2); auto: 1.")
+    reasoning_effort: Literal["default", "low", "medium", "high"] | None = Field(
+        default=None, description="Accepted for the wire's sake; base models here have no such switch, so only default is allowed."
+    )
+
+    @model_validator(mode="after")
+    def _no_reasoning(self) -> Self:
         if self.reasoning_effort not in (None, "default"):
             raise ValueError("reasoning_effort is not a setting of this platform's base models; leave it out")
         return self

@@ -137,6 +137,51 @@ def test_training_goes_on_from_an_adapter(api: LiveApi) -> None:
     assert caught.value.param == "lora.rank"
 
 
+def test_every_setting_of_the_project_is_stored_and_shown(api: LiveApi) -> None:
+    client = api.client()
+    own: dict[str, Any] = {
+        "algorithm": {"name": "dapo", "updates_per_rollout": 2}, "warm_up": {"steps": 3, "answer_field": "reference"},
+        "curriculum": {"mode": "difficulty", "ramp": 0.25}, "evaluation": {"publish": "best", "early_stop_patience": 2}, "num_steps": 9,
+    }  # fmt: skip
+    job = create(api, client, validation_file=api.upload(client), extra_body=own)
+    shown = client.fine_tuning.jobs.retrieve(job.id).model_dump()
+    for name in ("algorithm", "warm_up", "curriculum", "evaluation"):
+        assert own[name].items() <= shown[name].items()
+        assert getattr(spec_of(job.id), name).model_dump(mode="json") == shown[name]
+    assert (shown["algorithm"]["clip_high"], shown["algorithm"]["loss_aggregation"]) == (0.28, "token"), "dapo's own defaults"
+    assert spec_of(job.id).total_steps(1) == 3 + 9
+    assert shown["guidance"] == []
+
+
+def test_supervised_and_dpo_are_their_own_methods(api: LiveApi) -> None:
+    client = api.client()
+    job = create(api, client, method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 2, "batch_size": 3}}})
+    assert (job.method.type, job.method.supervised.hyperparameters.n_epochs, job.hyperparameters.batch_size) == ("supervised", 2, 3)
+    spec = spec_of(job.id)
+    assert (spec.algorithm.name, spec.num_epochs, spec.prompts_per_step(9), spec.reinforcement) == ("sft", 2, 3, None)
+    for changes in (dpo(beta=0.3), dpo(algorithm={"beta": 0.3}), dpo(beta=0.3, algorithm={"beta": 0.3, "name": "dpo"})):
+        job = create(api, client, **changes)
+        assert (job.method.type, job.method.dpo.hyperparameters.beta) == ("dpo", 0.3)
+        assert spec_of(job.id).algorithm.beta == 0.3
+
+
+def test_a_new_adapter_is_stacked_over_one(api: LiveApi) -> None:
+    client = api.client()
+    api.publish()
+    own = {"start_mode": "stack", "lora": {"rank": 2, "alpha": 4, "target_modules": ["q_proj"]}, "start_learning_rate": 1e-5}
+    spec = spec_of(create(api, client, model="support/tone", extra_body=own).id)
+    assert spec.start_lora is not None
+    assert (spec.lora.rank, spec.start_lora.rank, spec.start_lora.alpha, spec.start_learning_rate) == (2, 4, 8.0, 1e-5)
+    with pytest.raises(openai.BadRequestError) as caught:
+        create(api, client, model="support/tone", extra_body={**own, "lora": {"rank": 512}})
+    assert caught.value.param == "lora.rank"
+
+
+def dpo(algorithm: dict[str, Any] | None = None, **hyperparameters: Any) -> dict[str, Any]:
+    method = {"type": "dpo", "dpo": {"hyperparameters": hyperparameters}}
+    return {"method": method, "extra_body": {"algorithm": algorithm}} if algorithm else {"method": method}
+
+
 def reinforcement(**changes: Any) -> Any:
     return {"type": "reinforcement", "reinforcement": {"grader": GRADER, **changes}}
 
@@ -148,7 +193,15 @@ def reinforcement(**changes: Any) -> Any:
         ({"validation_file": "file-nope"}, 404, "validation_file"),
         ({"model": "gpt-5"}, 404, "model"),
         ({"extra_body": {"start_from": "support/nope"}}, 404, "start_from"),
-        ({"method": {"type": "supervised", "supervised": {}}}, 400, "method.type"),
+        ({"method": {"type": "oracle"}}, 400, "method.type"),
+        ({"method": {"type": "supervised", "dpo": {}}}, 400, "method.dpo"),
+        ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}}, 400, "method.supervised.hyperparameters.beta"),
+        ({"method": {"type": "dpo"}, "extra_body": {"algorithm": {"name": "grpo"}}}, 400, "algorithm.name"),
+        ({"extra_body": {"algorithm": {"name": "sft"}}}, 400, "algorithm.name"),
+        ({"method": {"type": "dpo"}, "extra_body": {"algorithm": {"entropy_bonus": 0.1}}}, 400, "algorithm.entropy_bonus"),
+        (dpo(beta=0.3, algorithm={"beta": 0.2}), 400, "method.dpo.hyperparameters.beta"),
+        ({"method": {"type": "supervised"}, "extra_body": {"warm_up": {"steps": 3}}}, 400, "warm_up.steps"),
+        ({"method": {"type": "supervised"}, "extra_body": {"curriculum": {"mode": "pass_rate"}}}, 400, "curriculum.mode"),
         ({"method": openai.omit}, 400, "method"),
         ({"method": {"type": "reinforcement"}}, 400, "method.reinforcement"),
         ({"method": reinforcement(grader={**GRADER, "operation": "is"})}, 400, "method.reinforcement.grader.operation"),
@@ -162,7 +215,20 @@ def reinforcement(**changes: Any) -> Any:
         ({"suffix": "x" * 65}, 400, "suffix"),
         ({"metadata": {str(n): "" for n in range(17)}}, 400, "metadata"),
         ({"integrations": [{"type": "wandb", "wandb": {"project": "p"}}]}, 400, "integrations"),
-        ({"extra_body": {"algorithm": {"group_size": 1}}}, 400, "algorithm.group_size"),
+        ({"extra_body": {"algorithm": {"group_size": 1}}}, 400, "algorithm"),
+        ({"extra_body": {"algorithm": {"name": "ppo"}}}, 400, "algorithm.name"),
+        ({"extra_body": {"algorithm": {"importance_mode": "reject"}}}, 400, "algorithm"),
+        ({"extra_body": {"algorithm": {"name": "flowrl", "beta": 0.1}}}, 400, "algorithm.beta"),
+        ({"extra_body": {"curriculum": {"mode": "pass_rate", "hopeless_below": 0.9}}}, 400, "curriculum"),
+        ({"extra_body": {"evaluation": {"publish": "best"}}}, 400, "evaluation.publish"),
+        ({"extra_body": {"evaluation": {"early_stop_patience": 2}}}, 400, "evaluation.early_stop_patience"),
+        ({"extra_body": {"start_mode": "stack"}}, 400, "start_mode"),
+        ({"extra_body": {"start_learning_rate": 1e-5}}, 400, "start_learning_rate"),
+        (
+            {"extra_body": {"optimizer": {"learning_rate_groups": [{"learning_rate": 1, "part": "old"}]}}},
+            400,
+            "optimizer.learning_rate_groups.0.part",
+        ),
         ({"extra_body": {"algorithm": {"share_backbone": False}}}, 400, "algorithm"),
         ({"extra_body": {"rollout": {"max_tokens": 4096}}}, 400, "rollout.max_tokens"),
         ({"extra_body": {"lora": {"target_modules": ["q_proj", "lm_head"]}}}, 400, "lora.target_modules.1"),
