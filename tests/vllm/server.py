@@ -20,9 +20,10 @@ STOP_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class VllmServer:
-    """A running server. `start_s`: seconds from the command to the first healthy answer."""
+    """A running server. `start_s`: seconds from the command to the first healthy answer; `pid`: leads its process group."""
 
     url: str
+    pid: int
     log: Path
     start_s: float
     client: httpx.Client
@@ -53,7 +54,7 @@ def vllm_server(
                 if process.poll() is not None or time.monotonic() - started_s > START_TIMEOUT_S:
                     raise RuntimeError(f"vLLM did not start (exit code {process.returncode}):\n{log.read_text(errors='replace')[-4000:]}")
                 time.sleep(0.2)
-            yield VllmServer(str(client.base_url), log, time.monotonic() - started_s, client)
+            yield VllmServer(str(client.base_url), process.pid, log, time.monotonic() - started_s, client)
     finally:
         _stop(process)
 
