@@ -40,6 +40,22 @@ class ChatTokenizer:
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
+    async def render_answers(
+        self, conversations: Sequence[object], eos_tokens: Sequence[int], param: str = "conversations"
+    ) -> list[IntArray]:
+        """Tokens of each conversation's last message, the assistant's, as they follow `render` of the messages before it.
+
+        Args:
+            eos_tokens: the base's; what a template writes after the last of them is no part of the answer.
+        Raises:
+            InvalidInput: as `render`; or the last message is not the assistant's, or is alone.
+        """
+
+        def work() -> list[IntArray]:
+            return [self._answer(conversation, eos_tokens, f"{param}[{i}]") for i, conversation in enumerate(conversations)]
+
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
     async def encode(self, texts: Sequence[str]) -> list[IntArray]:
         """Tokens of plain prompts, with the special tokens that the tokenizer adds by itself."""
 
@@ -49,11 +65,28 @@ class ChatTokenizer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _render(self, conversation: object, param: str) -> IntArray:
+        return self._tokens(self._text(_plain_messages(conversation, param), param, opened=True))
+
+    def _answer(self, conversation: object, eos_tokens: Sequence[int], param: str) -> IntArray:
         messages = _plain_messages(conversation, param)
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise InvalidInput("An answer is the last message, by the assistant, after at least one other.", param=param)
+        prompt, whole = self._text(messages[:-1], param, opened=True), self._text(messages, param, opened=False)
+        # Tokenised apart from the prompt, as a sampled completion is. A template that opens a turn otherwise than it writes one (to make
+        # room for thoughts, say) gives no such end: then it is the plain content.
+        tokens = self._tokens(whole.removeprefix(prompt) if whole.startswith(prompt) else messages[-1]["content"])
+        ends = [i for i, token in enumerate(tokens.tolist()) if token in eos_tokens]
+        if ends:
+            return tokens[: ends[-1] + 1]
+        return np.append(tokens, np.int32(self._tokenizer.eos_token_id))
+
+    def _text(self, messages: list[dict[str, Any]], param: str, *, opened: bool) -> str:
         try:
-            text = str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened))
         except (jinja2.TemplateError, TypeError, KeyError, ValueError) as error:
             raise InvalidInput(f"The chat template refuses this conversation: {error}", param=param) from error
+
+    def _tokens(self, text: str) -> IntArray:
         return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
 
 

@@ -90,6 +90,14 @@ class EngineClient:
         """
         return list(self._call("render", {"conversations": [[dict(m) for m in messages] for messages in conversations]}))
 
+    def render_answers(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        """See Verbs.
+
+        Raises:
+            InvalidInput: as `render`, or the last message is not the assistant's.
+        """
+        return list(self._call("render_answers", {"conversations": [[dict(m) for m in messages] for messages in conversations]}))
+
     def create_adapter(
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
@@ -135,6 +143,10 @@ class EngineClient:
         arguments = {"optimizer": optimizer, "learning_rate": learning_rate, "total_steps": total_steps}
         answer = self._mutate("optim_step", adapter_id, arguments)
         return wire.build(OptimResult, answer)
+
+    def new_phase(self, adapter_id: str) -> AdapterInfo:
+        """See Trainer."""
+        return wire.build(AdapterInfo, self._mutate("new_phase", adapter_id, {}))
 
     def save(self, adapter_id: str) -> SavedAdapter:
         """See Trainer."""

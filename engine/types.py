@@ -249,6 +249,11 @@ class Trainer(Protocol):
         """
         ...
 
+    def new_phase(self, adapter_id: str) -> AdapterInfo:
+        """Begins another phase of training, as after a supervised warm-up: the policy as it is now is the reference from here on, so that
+        its KL is 0 again, and the optimizer starts anew. Factors and step count stay."""
+        ...
+
     def save(self, adapter_id: str) -> SavedAdapter:
         """The adapter for the registry."""
         ...
@@ -304,6 +309,11 @@ class Verbs(Protocol):
         """Token ids of each conversation by the base's chat template, the assistant's turn opened at the end."""
         ...
 
+    def render_answers(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        """Token ids of each conversation's last message, the assistant's, as they follow `render` of the others; the EOS that ends the
+        turn included."""
+        ...
+
     def create_adapter(
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
@@ -341,6 +351,10 @@ class Verbs(Protocol):
     def optim_step(
         self, adapter_id: str, optimizer: OptimizerSettings, *, learning_rate: float, total_steps: int | None = None
     ) -> OptimResult:
+        """See Trainer."""
+        ...
+
+    def new_phase(self, adapter_id: str) -> AdapterInfo:
         """See Trainer."""
         ...
 

@@ -108,6 +108,7 @@ class VerbService:
         self._verbs: dict[str, tuple[type[_Call], Callable[[Any], Awaitable[object]]]] = {
             "info": (_Call, self._info),
             "render": (_Render, self._render),
+            "render_answers": (_Render, self._render_answers),
             "create_adapter": (_CreateAdapter, self._create_adapter),
             "drop_adapter": (_Mutating, self._drop_adapter),
             "sync": (_Mutating, self._sync),
@@ -115,6 +116,7 @@ class VerbService:
             "forward": (_Forward, self._forward),
             "forward_backward": (_ForwardBackward, self._forward_backward),
             "optim_step": (_OptimStep, self._optim_step),
+            "new_phase": (_Mutating, self._new_phase),
             "save": (_OnAdapter, self._save),
             "save_state": (_OnAdapter, self._save_state),
             "load_state": (_LoadState, self._load_state),
@@ -146,6 +148,9 @@ class VerbService:
     async def _render(self, call: _Render) -> object:
         return await self._chat.render(call.conversations)
 
+    async def _render_answers(self, call: _Render) -> object:
+        return await self._chat.render_answers(call.conversations, self._trainer.base.eos_tokens)
+
     async def _create_adapter(self, call: _CreateAdapter) -> object:
         create = partial(self._trainer.create_adapter, call.adapter_id, call.lora, seed=call.seed, weights=call.weights, under=call.under)
         return await self._mutate(call, "create_adapter", lambda: self._changing(call.adapter_id, create, loads=True))
@@ -158,6 +163,10 @@ class VerbService:
         rates = {"learning_rate": call.learning_rate, "total_steps": call.total_steps}
         step = partial(self._trainer.optim_step, call.adapter_id, call.optimizer, **rates)
         return await self._mutate(call, "optim_step", lambda: self._changing(call.adapter_id, step))
+
+    async def _new_phase(self, call: _Mutating) -> object:
+        begin = partial(self._trainer.new_phase, call.adapter_id)
+        return await self._mutate(call, "new_phase", lambda: self._changing(call.adapter_id, begin))
 
     async def _drop_adapter(self, call: _Mutating) -> object:
         def drop() -> None:

@@ -44,10 +44,20 @@ class _Adapter:
     factors: dict[str, FloatArray]
     gradient: FloatArray
     step: int = 0
+    reference: str = ""
+    """Fingerprint of the reference policy."""
+
+    def __post_init__(self) -> None:
+        self.reference = self.reference or self.fingerprint
 
     @property
     def fingerprint(self) -> str:
         return hashlib.sha256(save(self.factors)).hexdigest()
+
+    def reference_logprobs(self, tokens: IntArray) -> FloatArray:
+        """Equal to the policy's at the start of a phase, up to 0.1 nats lower a token afterwards."""
+        moved = self.reference != self.fingerprint
+        return _logprobs(tokens) - np.float32(moved * int(self.fingerprint[:2], 16) / 2560)
 
     def info(self, adapter_id: str) -> AdapterInfo:
         return AdapterInfo(adapter_id, self.step, sum(f.size for f in self.factors.values()), self.fingerprint)
@@ -89,10 +99,17 @@ class ScriptedClient:
         self._enter("render", None)
         return [np.frombuffer("".join(m["content"] for m in c).encode(), dtype=np.uint8).astype(np.int32) for c in conversations]
 
+    def render_answers(self, conversations: Sequence[Sequence[Message]]) -> list[IntArray]:
+        self._enter("render_answers", None)
+        assert all(c[-1]["role"] == "assistant" for c in conversations)
+        return [np.array([*c[-1]["content"].encode(), 0], dtype=np.int32) for c in conversations]
+
     def create_adapter(
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
         self._enter("create_adapter", adapter_id)
+        # A stacked pair is as one adapter here: what counts is that it begins where the lower one is.
+        weights = under.weights if under else weights
         factors = load(weights) if weights else {}
         for name in () if weights else lora.target_modules:
             parent = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
@@ -134,15 +151,20 @@ class ScriptedClient:
         exported: bool = False,
     ) -> tuple[tuple[FloatArray, ...], ...]:
         self._enter("forward", adapter_id)
-        return tuple(tuple(_logprobs(c) for c in g.completions) for g in groups)
+        logprobs = self._adapter(adapter_id).reference_logprobs if reference and adapter_id is not None else _logprobs
+        return tuple(tuple(logprobs(c) for c in g.completions) for g in groups)
 
     def forward_backward(self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings) -> ForwardBackwardResult:
         self._enter("forward_backward", adapter_id)
         adapter = self._adapter(adapter_id)
         for group in groups:
-            for tokens, advantage, weight in zip(group.completions, group.advantages, group.weights, strict=True):
+            for i, (tokens, advantage, weight) in enumerate(zip(group.completions, group.advantages, group.weights, strict=True)):
                 direction = np.frombuffer(hashlib.sha256(tokens.tobytes()).digest(), dtype=np.uint32).astype(np.float32) / 2**32
-                adapter.gradient += np.float32(advantage * weight * len(tokens) / loss.denominator) * direction
+                num_tokens = len(tokens) if group.token_weights is None else float(group.token_weights[i].sum())
+                factor = advantage * weight * num_tokens / loss.denominator
+                for given in (group.old_logprobs, group.sampler_logprobs):
+                    factor *= 1.0 if given is None else 1.0 + float(given[i].mean())
+                adapter.gradient += np.float32(factor) * direction
         return ForwardBackwardResult(
             loss=float(adapter.gradient.sum()),
             num_tokens=sum(len(t) for g in groups for t in g.completions),
@@ -163,6 +185,12 @@ class ScriptedClient:
         adapter.step += 1
         return OptimResult(adapter.step, norm, adapter.fingerprint)
 
+    def new_phase(self, adapter_id: str) -> AdapterInfo:
+        self._enter("new_phase", adapter_id)
+        adapter = self._adapter(adapter_id)
+        adapter.reference = adapter.fingerprint
+        return adapter.info(adapter_id)
+
     def save(self, adapter_id: str) -> SavedAdapter:
         self._enter("save", adapter_id)
         adapter = self._adapter(adapter_id)
@@ -173,7 +201,7 @@ class ScriptedClient:
     def save_state(self, adapter_id: str) -> bytes:
         self._enter("save_state", adapter_id)
         adapter = self._adapter(adapter_id)
-        head = json.dumps({"step": adapter.step, "lora": adapter.lora.model_dump(mode="json")}).encode()
+        head = json.dumps({"step": adapter.step, "lora": adapter.lora.model_dump(mode="json"), "reference": adapter.reference}).encode()
         return len(head).to_bytes(4) + head + save(adapter.factors)
 
     def load_state(self, adapter_id: str, state: bytes) -> AdapterInfo:
@@ -182,7 +210,8 @@ class ScriptedClient:
         head: Mapping[str, object] = json.loads(state[4 : 4 + size])
         lora, step = LoraSettings.model_validate(head["lora"]), head["step"]
         assert isinstance(step, int)
-        self._engine.adapters[adapter_id] = _Adapter(lora, load(state[4 + size :]), np.zeros(WIDTH, dtype=np.float32), step)
+        gradient = np.zeros(WIDTH, dtype=np.float32)
+        self._engine.adapters[adapter_id] = _Adapter(lora, load(state[4 + size :]), gradient, step, str(head["reference"]))
         return self._engine.adapters[adapter_id].info(adapter_id)
 
     def _enter(self, verb: str, adapter_id: str | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.contracts import LearningRateGroup, OptimizerSettings
 from core.errors import InvalidInput
-from engine.lora import Adapter, Named
+from engine.lora import Adapter, Factors, Named
 from engine.ranks import RankAllocator
 
 GATE_MEAN_DECAY = 0.9
@@ -122,6 +122,11 @@ class Slot:
         self.adapter.changed()
         return norm
 
+    def new_phase(self) -> None:
+        """The adapter as it is now becomes the reference, and AdamW forgets its moments."""
+        self.reference = frozen_copy(self.adapter)
+        self._adamw.state.clear()
+
     def moments(self) -> dict[str, tuple[Tensor, Tensor, float]]:
         """AdamW's running means of the gradient and its square and its step count, by label; without those that took no step yet."""
         states = {named.label: self._adamw.state[named.tensor] for named in self.trained if named.tensor in self._adamw.state}
@@ -154,14 +159,19 @@ class Slot:
 
 def frozen_copy(adapter: Adapter) -> Adapter:
     """The adapter's values at this moment, without gradients; what is frozen already is shared, not copied."""
-    factors = {
-        name: tuple(
-            replace(part, a_RI=part.a_RI.detach().clone(), b_OR=part.b_OR.detach().clone(), trainable=False) if part.trainable else part
-            for part in parts
-        )
-        for name, parts in adapter.factors.items()
-    }
-    return Adapter(copy.deepcopy(adapter.settings), factors)
+
+    def frozen(part: Factors) -> Factors:
+        if not part.trainable:
+            return part
+        gate = part.gate and replace(part.gate, weight_EI=part.gate.weight_EI.detach().clone())
+        # A rank budget's idle components are 0 in B already; which they are now is no matter of the copy.
+        return replace(
+            part, a_RI=part.a_RI.detach().clone(), b_OR=part.b_OR.detach().clone(), trainable=False, active_R=None, gate=gate
+        )  # fmt: skip
+
+    factors = {name: tuple(frozen(part) for part in parts) for name, parts in adapter.factors.items()}
+    dense = {name: d_OI.detach().clone() for name, d_OI in adapter.dense.items()}
+    return Adapter(copy.deepcopy(adapter.settings), factors, dense)
 
 
 def _matches(group: LearningRateGroup, named: Named) -> bool:

@@ -161,6 +161,11 @@ class TorchTrainer:
         grad_norm = slot.apply(optimizer, learning_rate, total_steps)
         return OptimResult(slot.step, grad_norm, slot.adapter.fingerprint())
 
+    def new_phase(self, adapter_id: str) -> AdapterInfo:
+        """See `engine.types.Trainer`."""
+        self._slot(adapter_id).new_phase()
+        return self._info(adapter_id)
+
     def save(self, adapter_id: str) -> SavedAdapter:
         """See `engine.types.Trainer`."""
         adapter = self.adapter(adapter_id)

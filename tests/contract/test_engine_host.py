@@ -77,6 +77,21 @@ def test_info_and_render(client: EngineClient) -> None:
     assert caught.value.param == "conversations[1][0]"
 
 
+def test_an_answer_follows_its_prompt_and_ends_the_turn(client: EngineClient) -> None:
+    asked: list[dict[str, str]] = [{"role": "user", "content": "hi"}]
+    [prompt] = client.render([asked])
+    [answer] = client.render_answers([[*asked, {"role": "assistant", "content": "yes"}]])
+    assert answer.dtype == np.int32
+    assert answer[-1] == 2, "the EOS that ends the turn, without the template's newline after it"
+    # The next turn's prompt holds both as they are, so training on the answer is training on what is sampled.
+    [longer] = client.render([[*asked, {"role": "assistant", "content": "yes"}, {"role": "user", "content": "?"}]])
+    assert longer[: len(prompt) + len(answer)].tolist() == [*prompt.tolist(), *answer.tolist()]
+    for bad in ([{"role": "assistant", "content": "yes"}], asked):
+        with pytest.raises(InvalidInput) as caught:
+            client.render_answers([bad])
+        assert caught.value.param == "conversations[0]"
+
+
 def test_a_step_over_http(client: EngineClient) -> None:
     created = client.create_adapter("step", LORA, seed=1)
     assert created.step == 0
