@@ -17,8 +17,9 @@ PAPER_DEFAULTS: dict[str, dict[str, object]] = {
     "dapo": {"clip_high": 0.28, "loss_aggregation": "token", "beta": 0.0, "dynamic_sampling": True, "overlong_buffer_share": 0.2},
     # Zheng et al. 2025, arXiv:2507.18071, section 5.1.
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4, "beta": 0.0},
-    # MiniMax-M1 2025, arXiv:2506.13585: weights clipped above only, token-level, no KL. It gives no bound; 5 is ScaleRL's (2510.13786).
-    "cispo": {"clip_high": 5.0, "loss_aggregation": "token", "beta": 0.0},
+    # MiniMax-M1 2025, arXiv:2506.13585: weights clipped above only (1 - clip_low is 0), token-level, no KL. It gives no upper bound;
+    # 5, as 1 + clip_high, is ScaleRL's (arXiv:2510.13786).
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0, "loss_aggregation": "token", "beta": 0.0},
     # Ahmadian et al. 2024, arXiv:2402.14740: REINFORCE with a leave-one-out baseline, KL in the reward.
     "rloo": {"scale_advantages": False, "loss_aggregation": "sum", "beta": 0.05, "kl_in": "reward"},
     # Zhu et al. 2025, arXiv:2509.15207: matches exp(reward_scale * r), length-normalised, importance weight clipped.
@@ -41,7 +42,9 @@ class AlgorithmSettings(Contract):
     group_size: int = Field(
         default=8, ge=1, le=256, description="Completions per prompt. 8: fewer makes the group's mean noisy, more costs in proportion."
     )
-    clip_low: float = Field(default=0.2, gt=0, lt=1, description="The ratio is clipped below at 1 - clip_low. 0.2 as in PPO and the paper.")
+    clip_low: float = Field(
+        default=0.2, gt=0, le=1, description="The ratio is clipped below at 1 - clip_low. 0.2 as in PPO and the paper; 1 is no bound below."
+    )
     clip_high: float = Field(default=0.2, gt=0, description="The ratio is clipped above at 1 + clip_high. 0.2 as in PPO and the paper.")
     beta: float = Field(
         default=0.04,
@@ -127,6 +130,15 @@ class AlgorithmSettings(Contract):
             raise ValueError("group_size is 1; an advantage needs at least 2 completions to compare")
         if self.importance_mode == "reject" and not (self.importance_cap or 0.0) > 1:
             raise ValueError("importance_mode reject keeps weights in [1 / importance_cap, importance_cap]; give an importance_cap above 1")
+        if self.name in ("flowrl", "sft") and self.beta > 0:
+            reason = "its target holds the reference already" if self.name == "flowrl" else "it samples nothing"
+            raise ValueError(f"{self.name} has no KL term ({reason}); leave beta out")
+        if self.name == "dpo" and self.beta == 0:
+            raise ValueError("beta is dpo's temperature and must be above 0; 0.1 is the paper's")
+        if not self.samples and self.importance_cap is not None:
+            raise ValueError(f"{self.name} samples nothing, so there is no importance to cap; leave importance_cap out")
+        if self.name == "dpo" and self.entropy_bonus > 0:
+            raise ValueError("dpo has no entropy bonus; leave entropy_bonus out")
         if self.name == "flowrl" and self.scale_advantages is False:
             raise ValueError("flowrl normalises rewards by their group; leave scale_advantages out")
         return self
