@@ -63,7 +63,7 @@ class VllmRollouts:
         saved = self._trainer.save(adapter_id)
         if "distilled_experts" in saved.notes:
             raise InvalidInput(
-                "vLLM can't gate a mixture of adapters, so it would sample another policy than is trained; use local rollouts, or num_experts 1.",
+                "vLLM can't gate a mixture of adapters: it would sample another policy than is trained. Use local rollouts.",
                 param="lora.num_experts",
                 code="not_an_adapter",
             )

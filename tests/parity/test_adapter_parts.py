@@ -16,9 +16,11 @@ from safetensors.torch import load
 
 from core.contracts import LearningRateGroup, LoraSettings, OptimizerSettings, RankBudget
 from core.errors import InvalidInput
+from core.settings import Settings
 from engine.backends.torch import TorchTrainer
 from engine.distillation import distilled_kl
 from engine.peft_export import delta_weights
+from engine.rollouts.vllm import VllmRollouts
 from engine.types import StackedOn, TrainGroup, Verbs
 from registry.peft_format import check_adapter
 from tests.adapters import (
@@ -260,6 +262,17 @@ def test_what_a_mixture_leaves_as_is_another_policy_and_says_so(engine: Engine, 
     assert distilled_kl(verbs, "mixture", (), temperature=1) == 0
     trainer.create_adapter("plain", ADAPTERS["plain"].lora, seed=0)
     assert trainer.save("plain").notes == {}
+
+
+def test_vllm_samples_no_mixture_and_no_dense_change(engine: Engine, start: bytes, tmp_path: Path) -> None:
+    """It would sample another policy than is trained; refused before anything is sent."""
+    trainer = trainer_of(engine)
+    rollouts = VllmRollouts(Settings(vllm_url="http://127.0.0.1:9", data_dir=tmp_path), trainer)
+    for name in ("mixture", "full"):
+        create(trainer, name, start)
+        with pytest.raises(InvalidInput) as refused:
+            rollouts.sync(name)
+        assert refused.value.code == "not_an_adapter"
 
 
 def test_dense_changes_leave_as_such(engine: Engine, start: bytes) -> None:
