@@ -17,6 +17,10 @@ from torch import Tensor, nn
 from engine.lora import Adapter, LoraLinear, Segment
 
 
+FEW_ROWS = 32
+"""Up to here a product reads each weight once per few rows, and rows that lie in one piece are read faster; measured at 4 to 128 rows."""
+
+
 class Attention(Protocol):
     """How one packed batch attends."""
 
@@ -36,6 +40,7 @@ class Fused:
 
     def __call__(self, x_IN: Tensor, segments: Sequence[Segment]) -> Tensor:
         """[I, N] -> [O, N], each row with its own adapter's update."""
+        x_IN = for_product(x_IN)
         y_ON = torch.mm(self.weight_OI, x_IN)
         if self.bias_O1 is not None:
             y_ON += self.bias_O1
@@ -137,6 +142,11 @@ class Decoder:
         wide = x.float()
         scale = wide.square().mean(dim=-2, keepdim=True).add_(self._eps).rsqrt_()
         return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def for_product(x_IN: Tensor) -> Tensor:
+    """The same values in the memory order in which `W @ x` is fastest: row by row while rows are few, else feature by feature."""
+    return x_IN.t().contiguous().t() if x_IN.shape[1] <= FEW_ROWS else x_IN.contiguous()
 
 
 def _rotated(x_KDN: Tensor, cos_DN: Tensor, sin_DN: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ import torch
 from core.errors import Unavailable
 from engine.lora import Segment
 from engine.model import BaseModel
-from engine.rollouts.cached_attention import DecodeAttention, PrefillAttention, SharedPrompt
-from engine.rollouts.kv_cache import PromptKv, SlotKv
+from engine.rollouts.cached_attention import DecodeAttention, PrefillAttention, SharedPrompts
+from engine.rollouts.kv_cache import PromptKv, PromptPool, SlotKv
 from engine.rollouts.requests import Generation, LiveSequence
 from engine.rollouts.sampler import Sampler
 
@@ -41,6 +41,7 @@ class Batcher:
         self._waiting: list[Generation] = []
         self._live: list[LiveSequence] = []
         self._cache = SlotKv(base.num_layers, base.num_kv_heads, base.head_dim, base.device.dtype, base.device.torch)
+        self._prompts = PromptPool(base.num_layers, base.num_kv_heads, base.head_dim, base.device.dtype, base.device.torch)
         self._sampler = Sampler(base.lm_head_VH)
         self._sorted = True
         self._num_submitted = 0
@@ -68,8 +69,8 @@ class Batcher:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of the live sequences' own keys and values."""
-        return self._cache.num_bytes
+        """Memory of all keys and values."""
+        return self._cache.num_bytes + self._prompts.num_bytes
 
     def submit(self, generation: Generation) -> None:
         """Queues a generation; its `result` is set by a later `step`."""
@@ -117,6 +118,7 @@ class Batcher:
             self._leave(sequence)
             gone.append(sequence.generation)
         for generation in gone:
+            self._forget_prompt(generation)
             self._fail(generation, Unavailable("The request was cancelled.", code="cancelled"))
 
     def _admit(self) -> None:
@@ -154,6 +156,9 @@ class Batcher:
         prompt.num_tokens = stop
         if stop == len(generation.prompt_tokens):
             generation.first_hidden_H1 = hidden_NH[-1:].t().contiguous()
+            if generation.share_prompt:
+                generation.prompt_place = self._prompts.put(prompt)
+                prompt.clear()
         return stop - start
 
     def _start(self, sequences: Sequence[LiveSequence]) -> None:
@@ -216,13 +221,18 @@ class Batcher:
     def _segments(self) -> list[Segment]:
         return [Segment(start, stop, adapter) for start, stop, adapter in _runs(self._live, lambda s: s.generation.adapter)]
 
-    def _shared_prompts(self) -> list[SharedPrompt]:
-        shared: list[SharedPrompt] = []
+    def _shared_prompts(self) -> list[SharedPrompts]:
+        rows: dict[int, list[tuple[int, int, int, int]]] = {}
         for start, stop, generation in _runs(self._live, lambda s: s.generation):
-            if generation.share_prompt:
-                assert generation.prompt_kv is not None
-                shared.append(SharedPrompt(start, stop, generation.prompt_kv))
-        return shared
+            if generation.prompt_place is not None:
+                width, slot = generation.prompt_place
+                rows.setdefault(width, []).append((slot, len(generation.prompt_tokens), start, stop))
+        return [SharedPrompts(self._prompts.cache(width), found, self._base.device.torch) for width, found in sorted(rows.items())]
+
+    def _forget_prompt(self, generation: Generation) -> None:
+        if generation.prompt_place is not None:
+            self._prompts.release(generation.prompt_place)
+            generation.prompt_place = None
 
     def _leave(self, sequence: LiveSequence) -> None:
         self._live.remove(sequence)
@@ -230,7 +240,10 @@ class Batcher:
 
     def _settle(self, generation: Generation) -> None:
         """Hands the result over once the last completion is there."""
-        if len(generation.completions) == len(generation.params) and not generation.result.done():
+        if len(generation.completions) < len(generation.params):
+            return
+        self._forget_prompt(generation)
+        if not generation.result.done():
             generation.result.set_result([generation.completions[i] for i in range(len(generation.params))])
 
 

@@ -1,11 +1,10 @@
 """Attention over cached keys and values: a chunk of one prompt, or one token of every live sequence.
 
-Dimensions: N rows, Q query heads, K key-value heads, R = Q / K query heads a key-value head, D head size, S slots, T own tokens, P prompt
-tokens.
+Dimensions: N rows, Q query heads, K key-value heads, R = Q / K query heads a key-value head, D head size, S slots, T tokens, P prompt
+tokens, M rows with a shared prompt, G rows of one prompt, X = G * R.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,17 +37,55 @@ class PrefillAttention:
         return out_1QND[0].transpose(0, 1)
 
 
-@dataclass(frozen=True)
-class SharedPrompt:
-    """Rows [start, stop) attend to this prompt, besides their own tokens."""
+class SharedPrompts:
+    """Prompts of about one length and the live rows that attend to them, besides their own tokens; one batched matmul answers all.
 
-    start: int
-    stop: int
-    prompt: PromptKv
+    Args:
+        cache: the prompts' keys and values.
+        rows: (prompt's slot, its tokens, its first row, the row after its last); rows of one prompt are neighbours.
+    """
+
+    def __init__(self, cache: SlotKv, rows: Sequence[tuple[int, int, int, int]], device: torch.device) -> None:
+        self._cache = cache
+        self._num_slots = max(slot for slot, *_ in rows) + 1
+        widest = max(stop - start for *_, start, stop in rows)
+        longest = max(num_tokens for _, num_tokens, *_ in rows)
+        self._num_tokens = min(-(-longest // WIDTH_STEP) * WIDTH_STEP, cache.keys.shape[3])
+        places_SG = torch.zeros(self._num_slots, widest, dtype=torch.int64)
+        lengths_S = torch.zeros(self._num_slots, dtype=torch.int64)
+        slots: list[int] = []
+        numbers: list[int] = []
+        live: list[int] = []
+        for slot, num_tokens, start, stop in rows:
+            places_SG[slot, : stop - start] = torch.arange(start, stop)
+            lengths_S[slot] = num_tokens
+            slots += [slot] * (stop - start)
+            numbers += range(stop - start)
+            live += range(start, stop)
+        self._places_SG = places_SG.to(device)
+        self._slots_M = torch.tensor(slots, device=device)
+        self._numbers_M = torch.tensor(numbers, device=device)
+        self.rows_M = torch.tensor(live, device=device)
+        hidden_ST = torch.arange(self._num_tokens)[None, :] >= lengths_S[:, None]
+        self._hidden_S11T = hidden_ST[:, None, None, :].to(device)
+
+    def attend(self, layer: int, query_NKRD: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs [M, K, R, D] (float32) of the rows in `rows_M` over their prompts, and the log-sum-exp of their scores [M, K, R, 1]."""
+        num_kv_heads, per_kv, head_dim = query_NKRD.shape[1:]
+        num_slots, widest = self._places_SG.shape
+        keys = self._cache.keys[layer, :num_slots, :, : self._num_tokens]
+        values = self._cache.values[layer, :num_slots, :, : self._num_tokens]
+        query_SGKRD = query_NKRD[self._places_SG.flatten()].view(num_slots, widest, num_kv_heads, per_kv, head_dim)
+        query_SKXD = query_SGKRD.transpose(1, 2).reshape(num_slots, num_kv_heads, widest * per_kv, head_dim)
+        scores_SKXT = torch.matmul(query_SKXD, keys.transpose(-1, -2)).float().masked_fill_(self._hidden_S11T, MASKED)
+        out_SKXD, sums_SKX1 = _weigh(scores_SKXT, values)
+        out = out_SKXD.view(num_slots, num_kv_heads, widest, per_kv, head_dim)[self._slots_M, :, self._numbers_M]
+        sums = sums_SKX1.view(num_slots, num_kv_heads, widest, per_kv, 1)[self._slots_M, :, self._numbers_M]
+        return out, sums
 
 
 class DecodeAttention:
-    """One token of every live sequence: own tokens in one batched matmul over the slots, shared prompts prompt by prompt.
+    """One token of every live sequence: own tokens in one batched matmul over the slots, shared prompts in another.
 
     The two parts are merged by their log-sum-exps, which is the softmax over both exactly.
 
@@ -60,7 +97,7 @@ class DecodeAttention:
         shared: which rows share which prompt; rows that none covers hold their prompt in their slot.
     """
 
-    def __init__(self, cache: SlotKv, slots_N: Tensor, lengths_N: Tensor, longest: int, shared: Sequence[SharedPrompt]) -> None:
+    def __init__(self, cache: SlotKv, slots_N: Tensor, lengths_N: Tensor, longest: int, shared: Sequence[SharedPrompts]) -> None:
         self._cache = cache
         self._slots_N = slots_N
         self._lengths_N = lengths_N
@@ -82,10 +119,10 @@ class DecodeAttention:
         values_SKTD[self._slots_N, :, self._lengths_N] = value_NKD
         query_NKRD = (query_NQD * scaling).view(num_rows, num_kv_heads, -1, head_dim)
         out_NKRD, sums_NKR1 = self._own(query_NKRD, keys_SKTD, values_SKTD)
-        if self._shared:
-            prompt_NKRD, prompt_sums_NKR1 = self._prompts(layer, query_NKRD)
-            own_share_NKR1 = torch.sigmoid(sums_NKR1 - prompt_sums_NKR1)
-            out_NKRD = prompt_NKRD + own_share_NKR1 * (out_NKRD - prompt_NKRD)
+        for prompts in self._shared:
+            prompt_MKRD, prompt_sums_MKR1 = prompts.attend(layer, query_NKRD)
+            own_share_MKR1 = torch.sigmoid(sums_NKR1[prompts.rows_M] - prompt_sums_MKR1)
+            out_NKRD[prompts.rows_M] = torch.lerp(prompt_MKRD, out_NKRD[prompts.rows_M], own_share_MKR1)
         return out_NKRD.to(query_NQD.dtype).reshape(num_rows, num_heads, head_dim)
 
     def _own(self, query_NKRD: Tensor, keys_SKTD: Tensor, values_SKTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,21 +134,6 @@ class DecodeAttention:
         scores_SKRT = torch.matmul(query_SKRD, keys.transpose(-1, -2)).float().masked_fill_(self._hidden_S11T, MASKED)
         out_SKRD, sums_SKR1 = _weigh(scores_SKRT, values)
         return out_SKRD[self._slots_N], sums_SKR1[self._slots_N]
-
-    def _prompts(self, layer: int, query_NKRD: Tensor) -> tuple[Tensor, Tensor]:
-        """The same over shared prompts; rows without one get the log-sum-exp MASKED, hence no share."""
-        num_rows, num_kv_heads, per_kv, head_dim = query_NKRD.shape
-        out_NKRD = torch.zeros(query_NKRD.shape, dtype=torch.float32, device=query_NKRD.device)
-        sums_NKR1 = torch.full((num_rows, num_kv_heads, per_kv, 1), MASKED, dtype=torch.float32, device=query_NKRD.device)
-        for group in self._shared:
-            rows = slice(group.start, group.stop)
-            query_KGD = query_NKRD[rows].transpose(0, 1).reshape(num_kv_heads, -1, head_dim)
-            scores_KGP = torch.matmul(query_KGD, group.prompt.keys[layer].transpose(-1, -2)).float()
-            group_KGD, sums_KG1 = _weigh(scores_KGP, group.prompt.values[layer])
-            count = group.stop - group.start
-            out_NKRD[rows] = group_KGD.view(num_kv_heads, count, per_kv, head_dim).transpose(0, 1)
-            sums_NKR1[rows] = sums_KG1.view(num_kv_heads, count, per_kv, 1).transpose(0, 1)
-        return out_NKRD, sums_NKR1
 
 
 def _weigh(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Keys and values of what is being decoded.
 
-A prompt's are computed once and shared by its completions (`PromptKv`); what a sequence itself adds lies in its slot of one dense tensor
-per side (`SlotKv`), so that all sequences attend in one batched matmul.
+A prompt's are computed once (`PromptKv`) and shared by its completions (`PromptPool`); what a sequence itself adds lies in its slot of one
+dense tensor per side (`SlotKv`), so that all sequences attend in one batched matmul.
 Dimensions: L layers, S slots, K key-value heads, D head size, T own tokens, P prompt tokens.
 """
 
@@ -36,6 +36,10 @@ class PromptKv:
             self.keys[layer] = torch.cat([self.keys[layer], key_KPD], dim=1)
             self.values[layer] = torch.cat([self.values[layer], value_KPD], dim=1)
         return self.keys[layer], self.values[layer]
+
+    def clear(self) -> None:
+        """Lets the tensors go; the number of tokens stays."""
+        self.keys, self.values = [], []
 
 
 class SlotKv:
@@ -114,3 +118,37 @@ class SlotKv:
         # Zeros, not empty: masked positions get weight 0, and 0 times an uninitialised NaN would be NaN.
         shape = (self._num_layers, num_slots, self._num_kv_heads, num_tokens, self._head_dim)
         return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+
+PromptPlace = tuple[int, int]
+"""Width of the cache and slot in it."""
+
+
+class PromptPool:
+    """Whole prompts that several completions share, each in a slot of the cache of its width: powers of two, so that a long prompt does not
+    widen the short ones'."""
+
+    def __init__(self, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._shape = (num_layers, num_kv_heads, head_dim, dtype, device)
+        self._caches: dict[int, SlotKv] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory held."""
+        return sum(cache.num_bytes for cache in self._caches.values())
+
+    def put(self, prompt: PromptKv) -> PromptPlace:
+        """Copies a computed prompt in."""
+        width = max(TOKEN_CHUNK, 1 << (prompt.num_tokens - 1).bit_length())
+        cache = self._caches.setdefault(width, SlotKv(*self._shape))
+        slot = cache.take()
+        cache.fill(slot, prompt)
+        return width, slot
+
+    def cache(self, width: int) -> SlotKv:
+        """The cache of one width."""
+        return self._caches[width]
+
+    def release(self, place: PromptPlace) -> None:
+        """Gives a prompt's slot back."""
+        self._caches[place[0]].release(place[1])

@@ -11,7 +11,7 @@ from torch import Tensor
 from core.errors import InvalidInput
 from engine.lora import Adapter
 from engine.rollouts.detokeniser import Detokeniser
-from engine.rollouts.kv_cache import PromptKv
+from engine.rollouts.kv_cache import PromptKv, PromptPlace
 from engine.rollouts.sampler import Draw, Row
 from engine.types import Completion, FinishReason, IntArray, SamplingParams
 
@@ -55,6 +55,8 @@ class Generation:
     draws: list[list[Draw]] = field(default_factory=list[list[Draw]])
     """Each completion's tokens, also of those that are done."""
     prompt_kv: PromptKv | None = None
+    prompt_place: PromptPlace | None = None
+    """Where the whole prompt lies once it is computed and shared."""
     first_hidden_H1: Tensor | None = None
     """The prompt's last hidden state, from which the completions' first tokens are sampled."""
     num_admitted: int = 0

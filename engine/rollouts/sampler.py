@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.decoder import for_product
+
 CANDIDATES = 512
 """Top-p looks among so many likeliest tokens before it sorts the whole vocabulary, which is slow and seldom needed."""
 CHUNK_TOKENS = 4096
@@ -72,7 +74,7 @@ class Sampler:
             hidden_HN = hidden_HN.expand(-1, len(rows))
         columns_N = torch.zeros(len(rows), dtype=torch.int64) if shared else torch.arange(len(rows))
         columns_N = columns_N.to(hidden_HN.device)
-        scores = self._score(hidden_HN, temperatures[:1] if shared else temperatures)
+        scores = self._score(for_product(hidden_HN), temperatures[:1] if shared else temperatures)
         uniforms_N = torch.tensor([uniform(row.seed, row.position) for row in rows], dtype=torch.float64, device=hidden_HN.device)
         tokens_N = scores.invert(uniforms_N, columns_N)
         for i, row in enumerate(rows):
