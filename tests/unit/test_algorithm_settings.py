@@ -35,6 +35,7 @@ def test_defaults_are_the_papers(name: str, defaults: dict[str, object]) -> None
         ({"name": "dpo", "importance_cap": 2}, "samples nothing"),
         ({"name": "dpo", "beta": 0}, "temperature"),
         ({"name": "dpo", "entropy_bonus": 0.1}, "entropy"),
+        ({"importance_mode": "reject"}, "importance_cap"),
         ({"clip_low": 1.5}, "less than or equal to 1"),
     ],
 )
