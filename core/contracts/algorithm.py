@@ -137,8 +137,6 @@ class AlgorithmSettings(Contract):
             raise ValueError("beta is dpo's temperature and must be above 0; 0.1 is the paper's")
         if not self.samples and self.importance_cap is not None:
             raise ValueError(f"{self.name} samples nothing, so there is no importance to cap; leave importance_cap out")
-        if self.importance_mode == "reject" and self.importance_cap is None:
-            raise ValueError("importance_mode is reject, but importance_cap, the bound to reject by, is not given; 2 is common")
         if self.name == "dpo" and self.entropy_bonus > 0:
             raise ValueError("dpo has no entropy bonus; leave entropy_bonus out")
         if self.name == "flowrl" and self.scale_advantages is False:
