@@ -61,6 +61,9 @@ class Settings(BaseSettings):
         default=True,
         description="Micro-batches of several jobs at once. Without, a job's training is the same to the last bit whoever else trains.",
     )
+    max_resident_adapters: int = Field(
+        default=64, ge=1, description="Adapters in training on the device at once; the others page to host memory and back."
+    )
     activation_checkpointing: bool = Field(
         default=False,
         description="Keep each layer's input only and compute the layer again in the backward: less memory, a third more time.",

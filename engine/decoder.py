@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from engine.lora import Adapter, LoraLinear, Segment
 
-
 FEW_ROWS = 32
 """Up to here a product reads each weight once per few rows, and rows that lie in one piece are read faster; measured at 4 to 128 rows."""
 

@@ -42,10 +42,16 @@ class EngineHost:
     """All parts of one engine, and their HTTP."""
 
     def __init__(self, settings: Settings, base: BaseModel, tokenizer: Any, info: BaseModelInfo) -> None:
-        self.trainer = TorchTrainer(base, info, micro_batch_tokens=settings.micro_batch_tokens, mixed=settings.mixed_batches)
+        self.trainer = TorchTrainer(
+            base,
+            info,
+            micro_batch_tokens=settings.micro_batch_tokens,
+            mixed=settings.mixed_batches,
+            max_resident=settings.max_resident_adapters,
+        )
         self.batcher = Batcher(base, tokenizer, info.eos_tokens, max_num_seqs=settings.max_num_seqs)
         self.compute = Compute(self.batcher, self.trainer.advance)
-        local = LocalRollouts(self.batcher, self.compute, self.trainer.adapter, max_model_len=info.max_model_len)
+        local = LocalRollouts(self.batcher, self.compute, self.trainer.slot, max_model_len=info.max_model_len)
         self._chat = ChatTokenizer(tokenizer)
         self.verbs = VerbService(self.trainer, make_rollouts(settings, self.trainer, local), self.compute, self._chat)
         self.adapters = ServingAdapters(base, info.name, self.compute, max_adapters=settings.max_serving_adapters)

@@ -73,7 +73,7 @@ def computing(engine: Engine) -> Iterator[tuple[Compute, LocalRollouts]]:
     compute = Compute(engine.batcher, engine.trainer.advance)
     compute.start()
     try:
-        yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.adapter, max_model_len=engine.info.max_model_len)
+        yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.slot, max_model_len=engine.info.max_model_len)
     finally:
         compute.stop()
 

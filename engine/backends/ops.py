@@ -27,7 +27,7 @@ class PendingOp:
     Args:
         owner: whose share of the micro-batches it takes.
         adapter: whose logprobs are wanted; None is the bare base.
-        slot: takes the gradients; None for a forward.
+        slot: stays on the device meanwhile, and takes the gradients; None for the bare base.
         loss: None for a forward.
     """
 
@@ -46,6 +46,10 @@ class PendingOp:
     _opened: bool = False
     error: BaseException | None = None
 
+    def __post_init__(self) -> None:
+        if self.slot is not None:
+            self.slot.num_users += 1
+
     def plan(self, max_rows: int) -> "PendingOp":
         """Cuts the groups into pieces; what shares a prompt and fits stays together, and so do dpo's pairs."""
         pairs = self.loss is not None and self.loss.kind == "dpo"
@@ -60,13 +64,14 @@ class PendingOp:
 
     def open(self) -> None:
         """Before its first micro-batch: gradients are gathered apart, so that a call that fails leaves them as they were."""
-        if self.slot is not None and not self._opened:
+        if self.slot is not None and self.loss is not None and not self._opened:
             self._accumulating.enter_context(self.slot.accumulating())
             self._opened = True
 
     def finish(self) -> Logprobs | ForwardBackwardResult:
         """Its result; adds its gradients to those that were there."""
         self._accumulating.close()
+        self._let_go()
         if self.loss is None:
             return self._logprobs()
         means = {name: total / max(1, self.num_tokens) for name, total in self._sums.items()}
@@ -77,6 +82,7 @@ class PendingOp:
         if self.error is None:
             self._accumulating.__exit__(type(error), error, error.__traceback__)
             self.error = error
+            self._let_go()
         self.pieces.clear()
 
     def add(self, pieces: Sequence[Piece], logprobs_M: Tensor, *, loss: float = 0.0, means: dict[str, float] | None = None) -> None:
@@ -99,6 +105,10 @@ class PendingOp:
     def lengths(self, pieces: Sequence[Piece]) -> tuple[int, ...]:
         """Tokens of each completion."""
         return tuple(len(self.groups[group].completions[number]) for group, number in completions_of(pieces))
+
+    def _let_go(self) -> None:
+        if self.slot is not None:
+            self.slot.num_users -= 1
 
     def _logprobs(self) -> Logprobs:
         empty = np.zeros(0, np.float32)

@@ -40,6 +40,8 @@ class Slot:
         for parameter in self.parameters:
             parameter.requires_grad_()
         self.ranks = RankAllocator(adapter, importance) if adapter.settings.rank_budget is not None else None
+        self.num_users = 0
+        """Ops and rollouts under way with it; it stays on the device meanwhile."""
         # Its learning rate and the like are the job's and come with each step.
         self._adamw = torch.optim.AdamW(self.parameters, foreach=True)
 
@@ -138,6 +140,25 @@ class Slot:
             if named.label in moments:
                 mean, square, steps = moments[named.label]
                 self._adamw.state[named.tensor] = {"step": torch.tensor(float(steps)), "exp_avg": mean, "exp_avg_sq": square}
+
+    def move(self, device: torch.device) -> None:
+        """Takes everything of the slot to another device, bit for bit; its tensors stay the objects that they are."""
+        for adapter in [self.adapter] if self.reference is None else [self.adapter, self.reference]:
+            for named in adapter.named():
+                named.tensor.data = named.tensor.data.to(device, copy=True)
+            for part in (part for parts in adapter.factors.values() for part in parts):
+                part.active_R = None if part.active_R is None else part.active_R.to(device)
+                if part.gate is not None:
+                    part.gate.mean_E, part.gate.sum_E = part.gate.mean_E.to(device), part.gate.sum_E.to(device)
+            adapter.changed()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(device, copy=True)
+            for key, value in self._adamw.state.get(parameter, {}).items():
+                if key != "step":
+                    self._adamw.state[parameter][key] = value.to(device, copy=True)
+        if self.ranks is not None:
+            self.ranks.importance = {name: value_R.to(device) for name, value_R in self.ranks.importance.items()}
 
     def _rates(self, optimizer: OptimizerSettings, learning_rate: float) -> dict[float, list[Tensor]]:
         """Trained tensors by this step's learning rate, without those of groups at 0."""

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from core.contracts import LoraSettings, OptimizerSettings
-from core.errors import InvalidInput, NotFound
+from core.errors import InvalidInput
 from engine.attention import PackedAttention
 from engine.backends.create import new_slot
 from engine.backends.ops import Chosen, FairShare, Logprobs, PendingOp
 from engine.backends.optimizer import Slot
+from engine.backends.pool import SlotPool
 from engine.backends.state import slot_from_bytes, slot_to_bytes
 from engine.logprobs import token_logprobs
 from engine.lora import Adapter, Segment
@@ -42,26 +43,29 @@ class TorchTrainer:
     Args:
         micro_batch_tokens: rows of one packed forward and backward; bounds memory, never changes results beyond rounding.
         mixed: whether one micro-batch holds several ops. Without, an op's results depend on nothing but itself, to the last bit.
+        max_resident: adapters on the device at once; the others page to host memory and back.
     """
 
-    def __init__(self, model: BaseModel, info: BaseModelInfo, *, micro_batch_tokens: int, mixed: bool = True) -> None:
+    def __init__(
+        self, model: BaseModel, info: BaseModelInfo, *, micro_batch_tokens: int, mixed: bool = True, max_resident: int = 64
+    ) -> None:
         self.base = info
         self._model = model
         self._micro_batch_tokens = micro_batch_tokens
         self._mixed = mixed
         self._shares = FairShare()
-        self._slots: dict[str, Slot] = {}
+        self._slots = SlotPool(model.device.torch, max_resident)
 
     def create_adapter(
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
         """See `engine.types.Trainer`."""
-        self._slots[adapter_id] = new_slot(self._model, lora, seed=seed, weights=weights, under=under)
+        self._slots.put(adapter_id, new_slot(self._model, lora, seed=seed, weights=weights, under=under))
         return self._info(adapter_id)
 
     def drop_adapter(self, adapter_id: str) -> None:
         """See `engine.types.Trainer`."""
-        self._slots.pop(adapter_id, None)
+        self._slots.drop(adapter_id)
 
     def adapter(self, adapter_id: str) -> Adapter:
         """The live adapter, for sampling in this process: its factors change in place at each `optim_step`.
@@ -69,7 +73,20 @@ class TorchTrainer:
         Raises:
             NotFound: not loaded.
         """
-        return self._slot(adapter_id).adapter
+        return self.slot(adapter_id).adapter
+
+    @property
+    def num_moves(self) -> int:
+        """Times that an adapter was paged out or in."""
+        return self._slots.num_moves
+
+    def slot(self, adapter_id: str) -> Slot:
+        """The adapter with all that is trained of it, on the device.
+
+        Raises:
+            NotFound: not loaded.
+        """
+        return self._slots.get(adapter_id)
 
     def forward(
         self,
@@ -117,17 +134,17 @@ class TorchTrainer:
         owner: Hashable = None,
     ) -> PendingOp:
         """See `engine.types.Trainer`."""
-        slot = None if adapter_id is None else self._slot(adapter_id)
+        slot = None if adapter_id is None else self.slot(adapter_id)
         adapter = None if slot is None else slot.policy(reference=reference, exported=exported)
         _check_temperature(temperature)
         self._check(groups, training=False)
-        return PendingOp(owner, groups, temperature, adapter).plan(self._micro_batch_tokens)
+        return PendingOp(owner, groups, temperature, adapter, slot).plan(self._micro_batch_tokens)
 
     def begin_forward_backward(
         self, adapter_id: str, groups: Sequence[TrainGroup], loss: LossSettings, *, owner: Hashable = None
     ) -> PendingOp:
         """See `engine.types.Trainer`."""
-        slot = self._slot(adapter_id)
+        slot = self.slot(adapter_id)
         _check_temperature(loss.temperature)
         self._check(groups, training=True)
         check_loss(groups, loss)
@@ -157,13 +174,13 @@ class TorchTrainer:
         Raises:
             InvalidInput: the gradient is not finite (code non_finite_gradient); the adapter stays as it was.
         """
-        slot = self._slot(adapter_id)
+        slot = self.slot(adapter_id)
         grad_norm = slot.apply(optimizer, learning_rate, total_steps)
         return OptimResult(slot.step, grad_norm, slot.adapter.fingerprint())
 
     def new_phase(self, adapter_id: str) -> AdapterInfo:
         """See `engine.types.Trainer`."""
-        self._slot(adapter_id).new_phase()
+        self.slot(adapter_id).new_phase()
         return self._info(adapter_id)
 
     def save(self, adapter_id: str) -> SavedAdapter:
@@ -174,11 +191,11 @@ class TorchTrainer:
 
     def save_state(self, adapter_id: str) -> bytes:
         """See `engine.types.Trainer`."""
-        return slot_to_bytes(self._slot(adapter_id), self.base.digest)
+        return slot_to_bytes(self.slot(adapter_id), self.base.digest)
 
     def load_state(self, adapter_id: str, state: bytes) -> AdapterInfo:
         """See `engine.types.Trainer`; errors as `engine.backends.state.slot_from_bytes`."""
-        self._slots[adapter_id] = slot_from_bytes(state, self.base.digest, self._model.device.torch)
+        self._slots.put(adapter_id, slot_from_bytes(state, self.base.digest, self._model.device.torch))
         return self._info(adapter_id)
 
     def _train(self, chosen: Chosen) -> None:
@@ -287,15 +304,8 @@ class TorchTrainer:
     def _check(self, groups: Sequence[TrainGroup], *, training: bool) -> None:
         check_groups(groups, vocab_size=self.base.vocab_size, max_model_len=self.base.max_model_len, training=training)
 
-    def _slot(self, adapter_id: str) -> Slot:
-        if adapter_id not in self._slots:
-            raise NotFound(
-                f"Adapter {adapter_id} is not loaded in this engine; create it or load its state first.", code="adapter_not_loaded"
-            )
-        return self._slots[adapter_id]
-
     def _info(self, adapter_id: str) -> AdapterInfo:
-        slot = self._slot(adapter_id)
+        slot = self.slot(adapter_id)
         return AdapterInfo(adapter_id, slot.step, slot.num_params, slot.adapter.fingerprint())
 
 

@@ -2,9 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
+from functools import partial
 
+from core.errors import Unavailable
+from engine.backends.optimizer import Slot
 from engine.compute import Compute
-from engine.lora import Adapter
 from engine.rollouts.batcher import Batcher
 from engine.rollouts.requests import Generation, check_length, check_params
 from engine.types import Completion, SampleRequest
@@ -14,11 +17,11 @@ class LocalRollouts:
     """`engine.types.Rollouts`; also what the serving routes generate with.
 
     Args:
-        lookup: the trainer's live adapter of an id; raises NotFound. Called on the compute thread.
+        lookup: the trainer's slot of an id; raises NotFound. Called on the compute thread.
         max_model_len: tokens of prompt and completion together.
     """
 
-    def __init__(self, batcher: Batcher, compute: Compute, lookup: Callable[[str], Adapter], *, max_model_len: int) -> None:
+    def __init__(self, batcher: Batcher, compute: Compute, lookup: Callable[[str], Slot], *, max_model_len: int) -> None:
         self._batcher = batcher
         self._compute = compute
         self._lookup = lookup
@@ -26,7 +29,7 @@ class LocalRollouts:
 
     def sync(self, adapter_id: str) -> str:
         """See Rollouts. Call it on the compute thread."""
-        adapter = self._lookup(adapter_id)
+        adapter = self._lookup(adapter_id).adapter
         adapter.changed()
         return adapter.fingerprint()
 
@@ -39,11 +42,21 @@ class LocalRollouts:
         Raises:
             InvalidInput: a parameter or length is out of bounds. NotFound: the adapter is not loaded.
         """
-        adapter = None
-        if adapter_id is not None:
-            adapter = await asyncio.wrap_future(self._compute.call(lambda: self._lookup(adapter_id)))
-        generations = [Generation(("train", owner or adapter_id), adapter, request.prompt_tokens, request.params) for request in requests]
-        return await self.generate(generations)
+        slot = None if adapter_id is None else await asyncio.wrap_future(self._compute.call(lambda: self._hold(adapter_id)))
+        adapter = None if slot is None else slot.adapter
+        try:
+            return await self.generate(
+                [Generation(("train", owner or adapter_id), adapter, request.prompt_tokens, request.params) for request in requests]
+            )
+        finally:
+            if slot is not None:
+                with suppress(Unavailable):
+                    self._compute.post(partial(_let_go, slot))
+
+    def _hold(self, adapter_id: str) -> Slot:
+        slot = self._lookup(adapter_id)
+        slot.num_users += 1
+        return slot
 
     def check(self, generations: Sequence[Generation]) -> None:
         """Refuses what can't be generated.
@@ -70,3 +83,7 @@ class LocalRollouts:
         finally:
             for generation in generations:
                 generation.cancelled = True
+
+
+def _let_go(slot: Slot) -> None:
+    slot.num_users -= 1

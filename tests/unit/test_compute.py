@@ -70,7 +70,7 @@ def computing_ops(engine: Engine) -> Iterator[tuple[Compute, LocalRollouts]]:
     compute = Compute(engine.batcher, advance)
     compute.start()
     try:
-        yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.adapter, max_model_len=512)
+        yield compute, LocalRollouts(engine.batcher, compute, engine.trainer.slot, max_model_len=512)
     finally:
         compute.stop()
 
