@@ -18,7 +18,7 @@ import psutil
 START_TIMEOUT_S = 120.0
 JOB_TIMEOUT_S = 240.0
 # One sequence at a time and one thread: a completion's numerics don't depend on who else is served, so digests can be compared.
-DETERMINISTIC = {"ESPALIER_MAX_NUM_SEQS": "1", "ESPALIER_NUM_THREADS": "1", "ESPALIER_DTYPE": "float32"}
+DETERMINISTIC = {"ESPALIER_MAX_NUM_SEQS": "1", "ESPALIER_NUM_THREADS": "1", "ESPALIER_DTYPE": "float32", "ESPALIER_MIXED_BATCHES": "false"}
 # Deaths are noticed within seconds instead of half a minute.
 IMPATIENT = {"ESPALIER_LEASE_TTL_S": "4", "ESPALIER_HEARTBEAT_S": "0.5", "ESPALIER_SWEEP_INTERVAL_S": "1", "ESPALIER_MAX_JOB_DEATHS": "10"}
 
