@@ -96,9 +96,9 @@ def kinds(*, quick: bool) -> list[Kind]:
         tiny = {"num_prompts": 1, "group_size": 2, "num_steps": 1, "prompt_tokens": 180, "completion_tokens": 6, "repeats": 1}
         return [Kind("small", **tiny), Kind("slow_grader", grader_s=0.3, **tiny)]
     return [
-        Kind("small", 2, 4, num_steps=2),
+        Kind("small", 2, 4, num_steps=1),
         Kind("large", 8, 8, num_steps=1, repeats=2),
-        Kind("slow_grader", 2, 4, num_steps=2, grader_s=5.0),
+        Kind("slow_grader", 2, 4, num_steps=1, grader_s=5.0),
     ]
 
 
