@@ -52,7 +52,8 @@ format: setup ## Format the code and mend what the linter can
 bench: setup ## Measure the demo: time and peak memory
 	$(BIN)/python -m benchmarks.demo
 
-bench-peers: ## Make the environments of what the benchmarks compare with: TRL + PEFT, and vLLM on CPU
+bench-peers: setup ## What the benchmarks need more: plots, and environments with TRL + PEFT and with vLLM on CPU
+	$(PIP) install --quiet -c constraints.txt $(PIP_ARGS) -e '.[bench]'
 	deploy/peers/install.sh .venv-trl
 	deploy/vllm/install.sh .venv-vllm
 

@@ -6,7 +6,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +54,9 @@ class EngineProcess:
 
 
 @contextmanager
-def engine_process(base_model: Path, *, threads: int, dtype: str = "auto", **settings: object) -> Generator[EngineProcess]:
+def engine_process(
+    base_model: Path, *, threads: int, dtype: str = "auto", settings: Mapping[str, object] | None = None
+) -> Generator[EngineProcess]:
     """Starts `python -m engine.host` with the environment that `espalier up` gives it, and stops it in the end.
 
     Args:
@@ -67,7 +69,7 @@ def engine_process(base_model: Path, *, threads: int, dtype: str = "auto", **set
     with tempfile.TemporaryDirectory(prefix="espalier-engine-") as folder:
         port, log = free_port(), Path(folder) / "engine.log"
         wanted = {"base_model_path": base_model, "device": "cpu", "dtype": dtype, "engine_port": port, "num_threads": threads,
-                  "data_dir": folder, **settings}  # fmt: skip
+                  "data_dir": folder, **(settings or {})}  # fmt: skip
         clean = {name: value for name, value in os.environ.items() if not name.startswith("ESPALIER_")}
         env = {**clean, **part_env("engine"), "PYTHONPATH": str(REPO), **{f"ESPALIER_{k.upper()}": str(v) for k, v in wanted.items()}}
         started = time.monotonic()

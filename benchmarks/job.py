@@ -1,13 +1,13 @@
 """One job of ours: the real loop (`engine.grpo`) over an engine host's verbs, a step at a time."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 
 from benchmarks.workload import Conversation, CountTokens, Workload
 from engine.grpo import GrpoLoop, PromptRow, rows_of_step
-from engine.types import IntArray, Verbs
+from engine.types import AdapterInfo, IntArray, Verbs
 
 PARTS = {"generate": "rollout_s", "reward": "grade_s", "train": "train_s"}
 """Parts of a step by the names that both sides share, and the loop's metrics that hold their seconds."""
@@ -33,16 +33,21 @@ class Job:
 
     Args:
         verbs: an engine client, or something that stands in for one.
-        adapter_id: made here, fresh.
+        adapter_id: made here.
+        create: makes it; None takes a fresh one of the workload's shape.
     """
 
-    def __init__(self, verbs: Verbs, workload: Workload, adapter_id: str = "bench") -> None:
+    def __init__(
+        self, verbs: Verbs, workload: Workload, adapter_id: str = "bench", *, create: Callable[[Verbs, str], AdapterInfo] | None = None
+    ) -> None:
         self._verbs, self._workload, self._adapter_id = verbs, workload, adapter_id
         self._rows = [_prompt_row(row) for row in workload.rows]
         spec = workload.spec
         self._loop = GrpoLoop(verbs, adapter_id, spec, self._rows, (), workload.num_steps)
         self._step = 0
-        self._loop.begin(verbs.create_adapter(adapter_id, spec.lora, seed=spec.seed).fingerprint)
+        made = create(verbs, adapter_id) if create else verbs.create_adapter(adapter_id, spec.lora, seed=spec.seed)
+        self.num_params = made.num_params
+        self._loop.begin(made.fingerprint)
 
     def run_step(self) -> StepFigures:
         """The next step."""

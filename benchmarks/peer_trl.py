@@ -106,6 +106,7 @@ class StepByStep(TrainerCallback):
 def make_trainer(base_model: str, workload: Workload, settings: dict[str, Any], clock: Clock, callback: TrainerCallback) -> TimedTrainer:
     """The trainer that does what `engine.grpo` does with the same workload."""
     torch.set_num_threads(settings["threads"])
+    torch.manual_seed(settings["seed"])
     spec = workload.spec
     algorithm, optimizer = spec.algorithm, spec.optimizer
     num_sequences = spec.prompts_per_step(len(workload.rows)) * spec.group_size
@@ -127,8 +128,7 @@ def make_trainer(base_model: str, workload: Workload, settings: dict[str, Any], 
 
     def reward(completions: Any, row: Any, **_: Any) -> list[float]:
         started = time.perf_counter()
-        grader = spec.reinforcement.grader
-        grades = [grade(grader, item=rows[i], output_text=c[0]["content"]) for c, i in zip(completions, row, strict=True)]
+        grades = [grade(spec.grader, item=rows[i], output_text=c[0]["content"]) for c, i in zip(completions, row, strict=True)]
         clock.rewards = [g.reward if g.reward is not None else 0.0 for g in grades]
         clock.parts_s["reward"] += time.perf_counter() - started
         return clock.rewards

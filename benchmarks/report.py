@@ -1,8 +1,10 @@
 """How every benchmark prints: a table for people, and with --json one object as the last line."""
 
 import json
+import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 
 from rich.console import Console
 from rich.table import Table
@@ -22,6 +24,27 @@ def print_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[obj
     # Not the table's own title, which is folded to the table's width.
     console.print(title, style="italic", markup=False)
     console.print(table)
+
+
+def say(line: str) -> None:
+    """A line as soon as something is measured; the tables come at the end."""
+    print(line, flush=True)
+
+
+@contextmanager
+def until_stopped() -> Generator[None]:
+    """What runs in here ends early, without an error, on Ctrl-C or SIGTERM: what was measured by then is printed as usual."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        say("Stopped early; what follows is what was measured.")
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def print_json(values: Mapping[str, object]) -> None:

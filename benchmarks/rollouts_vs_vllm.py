@@ -31,7 +31,7 @@ from benchmarks.engine_process import REPO, EngineProcess, engine_process, pause
 from benchmarks.machine import Machine, this_machine
 from benchmarks.measure import Spread, alternate, ratio
 from benchmarks.options import base_models, parser
-from benchmarks.report import print_json, print_table
+from benchmarks.report import print_json, print_table, say, until_stopped
 from core.contracts import LoraSettings
 from engine.client import EngineClient
 from engine.types import SampleRequest
@@ -121,7 +121,7 @@ def measure(
     }  # fmt: skip
     vocab = ModelShape.read(base).vocab
     with ExitStack() as stack:
-        engine = stack.enter_context(engine_process(endless_base, threads=machine.cores, dtype=dtype, max_num_seqs=most))
+        engine = stack.enter_context(engine_process(endless_base, threads=machine.cores, dtype=dtype, settings={"max_num_seqs": most}))
         client = stack.enter_context(engine.client())
         folders = [make_adapter(client, name, scratch / name) for name in names]
         with engine.paused():
@@ -129,11 +129,13 @@ def measure(
             for name, folder in zip(names, folders, strict=True):
                 server.client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}).raise_for_status()
         cells: list[Cell] = []
+        stack.enter_context(until_stopped())
         for num_adapters in adapters:
             for count in sequences:
                 load = make_load(sizes, vocab, count, names[:num_adapters])
                 ours, vllm = alternate([partial(_ours, load, client, server), partial(_vllm, load, engine, server)], repeats=repeats)
                 cells.append(Cell(count, num_adapters, count * sizes.completion_tokens, ours, vllm))
+                say(f"{count} sequences, {num_adapters} adapters: ours {ours} s, vLLM {vllm} s, ours/vLLM {cells[-1].speedup:.2f}")
     return cells
 
 

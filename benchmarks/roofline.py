@@ -12,6 +12,7 @@ length, rank, group size and adapters.
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -25,7 +26,7 @@ from benchmarks.machine import Machine, this_machine
 from benchmarks.matrix_rate import MIN_S, MatrixRate, measure, memory_bytes_per_s
 from benchmarks.measure import Spread, alternate
 from benchmarks.options import base_models, parser
-from benchmarks.report import print_json, print_table
+from benchmarks.report import print_json, print_table, say, until_stopped
 from core.contracts import LoraSettings
 from engine.client import EngineClient
 
@@ -93,7 +94,9 @@ class Bench:
             self._client.drop_adapter(adapter_id)
         operations = train_work(self._shape, sizes.lengths, rank=rank, with_reference=False).total
         rows = sum(group.rows for group in sizes.lengths)
-        return Trained(what, rows, operations, seconds, operations / seconds.median / self._rates.train.both, peak_mib)
+        fraction = operations / seconds.median / self._rates.train.both
+        say(f"{what}: {rows} rows in {seconds} s, {fraction:.2f} of the matrix rate")
+        return Trained(what, rows, operations, seconds, fraction, peak_mib)
 
     def decode(self, sizes: Sizes, *, bytes_per_weight: int) -> Decoded:
         """Decoding alone: sampling the batch less sampling one token of each, which is the prompts' part."""
@@ -107,6 +110,7 @@ class Bench:
         work = decoding_alone(self._shape, sizes, bytes_per_weight)
         count = sizes.num_prompts * sizes.group_size
         per_s = work.operations / seconds
+        say(f"{count} sequences: {count * (sizes.completion_tokens - 1) / seconds:.0f} tokens/s")
         return Decoded(
             count, count * (sizes.completion_tokens - 1) / seconds, per_s / self._rates.decode[count].forward,
             per_s / self._rates.train.forward, work.bytes_read / seconds / self._rates.bytes_per_s,
@@ -121,15 +125,21 @@ def main() -> None:
     chosen = options.parse_args()
     machine = this_machine()
     repeats = chosen.repeats or (1 if chosen.quick else 3)
+    wanted: dict[str, list[Trained] | list[Decoded]] = {}
     with base_models(quick=chosen.quick) as (_, base):
         shape = ModelShape.read(base)
         rates = measure_rates(shape, machine, quick=chosen.quick)
         longest = 64 if chosen.quick else LONGEST
-        settings = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "max_model_len": longest + 128}
-        with engine_process(base, threads=machine.cores, **settings) as engine, engine.client() as client:
+        with ExitStack() as stack:
+            limits = {"micro_batch_tokens": MICRO_BATCH_TOKENS, "max_model_len": longest + 128}
+            engine = stack.enter_context(engine_process(base, threads=machine.cores, settings=limits))
+            client = stack.enter_context(engine.client())
             bench = Bench(engine, client, shape, rates, repeats)
             parts = _parts(bench, machine, quick=chosen.quick, longest=longest)
-            wanted = {name: run() for name, run in parts.items() if not chosen.only or name in chosen.only}
+            with until_stopped():
+                for name, run in parts.items():
+                    if not chosen.only or name in chosen.only:
+                        wanted[name] = run()
     _print(wanted, rates, machine)
     if chosen.json:
         print_json(_json(wanted, rates, machine))

@@ -21,7 +21,7 @@ from benchmarks.machine import Machine
 from benchmarks.measure import Spread, alternate, ratio
 from benchmarks.options import base_models
 from benchmarks.peak import peak_bytes, reset_peak
-from benchmarks.report import print_json, print_table
+from benchmarks.report import print_json, print_table, say
 from core.contracts import LoraSettings
 from engine.logprobs import token_logprobs
 from engine.types import SampleRequest
@@ -50,7 +50,7 @@ def run_switches(machine: Machine, *, quick: bool, repeats: int, as_json: bool) 
     sizes = Sizes(2, 2, 20, 6) if quick else Sizes()
     with base_models(quick=quick) as (_, base), ExitStack() as stack:
         engine = stack.enter_context(engine_process(base, threads=machine.cores))
-        single = stack.enter_context(engine_process(base, threads=machine.cores, micro_batch_tokens=1, max_num_seqs=1))
+        single = stack.enter_context(engine_process(base, threads=machine.cores, settings={"micro_batch_tokens": 1, "max_num_seqs": 1}))
         shape = ModelShape.read(base)
         figures = [*_training(engine, single, shape, sizes, repeats), *_sampling(engine, single, shape, sizes, repeats)]
     logits, peaks_mib = _logits(shape, sizes, machine.cores, repeats)
@@ -105,7 +105,9 @@ def _sampling(engine: EngineProcess, single: EngineProcess, shape: ModelShape, s
 
 
 def _compare(saving: str, run: Callable[[], float], wasteful: Callable[[], float], repeats: int) -> Figures:
-    return Figures(saving, *alternate([run, wasteful], repeats=repeats))
+    figures = Figures(saving, *alternate([run, wasteful], repeats=repeats))
+    say(f"{saving}: {figures.seconds} s, without {figures.without} s, {figures.times:.2f} times")
+    return figures
 
 
 def _logits(shape: ModelShape, sizes: Sizes, threads: int, repeats: int) -> tuple[Figures, dict[str, float]]:

@@ -10,6 +10,7 @@ JSON: speedup_fp32, speedup_bf16, speedup_long_prompt, speedup_long_prompt_fp32,
 peak over TRL's, at fp32), bf16_native, and every scenario's figures.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from benchmarks.matrix_rate import MIN_S, MatrixRate, measure
 from benchmarks.measure import Spread
 from benchmarks.options import base_models, parser
 from benchmarks.peer_process import PeerProcess, PeerSettings, Precision, peer_process, require_peer
-from benchmarks.report import print_json, print_table
+from benchmarks.report import print_json, print_table, say, until_stopped
 from benchmarks.step_switches import run_switches
 from benchmarks.workload import Workload, demo_workload, fixed_workload
 
@@ -116,24 +117,29 @@ def main() -> None:
         return
     require_peer()
     wanted = [s for s in scenarios(quick=chosen.quick, bf16_native=machine.bf16_native) if not chosen.only or s.key in chosen.only]
+    outcomes: list[Outcome] = []
     with base_models(quick=chosen.quick) as (base, endless_base):
-        outcomes: list[Outcome] = []
-        bf16: Precision = chosen.peer_bf16 if chosen.peer_bf16 != "faster" else "bfloat16"
-        if chosen.peer_bf16 == "faster" and machine.bf16_native and any(s.bf16 for s in wanted):
-            bf16 = faster_bf16((endless_base, base), machine)
-        for scenario in wanted:
-            emulated = scenario.bf16 and not machine.bf16_native
-            repeats = chosen.repeats or (1 if emulated or chosen.quick else 3)
-            precision: Precision = bf16 if scenario.bf16 else "float32"
-            bases = (base if scenario.demo_steps else endless_base, base)
-            # Where a step takes many minutes, a round that does not count is not worth them.
-            warm_up = 0 if emulated or scenario.demo_steps else 1
-            outcomes.append(compare(scenario, bases, machine, precision=precision, repeats=repeats, warm_up=warm_up))
+        with until_stopped():
+            bf16: Precision = chosen.peer_bf16 if chosen.peer_bf16 != "faster" else "bfloat16"
+            if chosen.peer_bf16 == "faster" and machine.bf16_native and any(s.bf16 for s in wanted):
+                bf16 = faster_bf16((endless_base, base), machine)
+            for scenario in wanted:
+                emulated = scenario.bf16 and not machine.bf16_native
+                repeats = chosen.repeats or (1 if emulated or chosen.quick else 3)
+                precision: Precision = bf16 if scenario.bf16 else "float32"
+                bases = (base if scenario.demo_steps else endless_base, base)
+                # Where a step takes many minutes, a round that does not count is not worth them.
+                warm_up = 0 if emulated or scenario.demo_steps else 1
+                outcome = compare(scenario, bases, machine, precision=precision, repeats=repeats, warm_up=warm_up)
+                outcomes.append(outcome)
+                say(f"{scenario.title}: ours {_seconds(outcome.ours)} s, TRL {_seconds(outcome.peer)} s, TRL/ours {outcome.speedup:.2f}")
         shape = ModelShape.read(base)
         rates = {
             dtype: measure(shape, MICRO_BATCH_TOKENS, dtype, threads=machine.cores, min_s=0.01 if chosen.quick else MIN_S)
-            for dtype in {our_dtype(s, machine) for s in wanted}
+            for dtype in {our_dtype(o.scenario, machine) for o in outcomes}
         }
+    if not outcomes:
+        sys.exit("Nothing was measured.")
     _print(outcomes, machine, shape, rates)
     if chosen.json:
         print_json(_json(outcomes, machine, shape, rates))
@@ -205,6 +211,7 @@ def _in_turns(job: Job, engine: EngineProcess, peer: PeerProcess, num_rounds: in
             ours.append(job.run_step())
         with engine.paused():
             theirs.append(peer.run_step())
+        say(f"  step {len(ours)} of {num_rounds}: ours {ours[-1].seconds:.2f} s, TRL {theirs[-1].seconds:.2f} s")
     return ours, theirs
 
 

@@ -23,7 +23,7 @@ from benchmarks.machine import Machine, this_machine
 from benchmarks.measure import Spread, alternate, ratio
 from benchmarks.options import base_models, parser
 from benchmarks.peer_process import PeerProcess, PeerSettings, peer_process, require_peer
-from benchmarks.report import print_json, print_table
+from benchmarks.report import print_json, print_table, say, until_stopped
 from benchmarks.workload import Workload, fixed_workload
 from engine.client import EngineClient
 from engine.types import Completion, SampleRequest
@@ -45,6 +45,8 @@ class Kind:
     prompt_tokens: int = 57
     completion_tokens: int = 64
     repeats: int = 3
+    warm_up: int = 1
+    """Rounds that do not count; none for large jobs, whose length makes a first step's extra work small."""
 
     @property
     def title(self) -> str:
@@ -97,7 +99,7 @@ def kinds(*, quick: bool) -> list[Kind]:
         return [Kind("small", **tiny), Kind("slow_grader", grader_s=0.3, **tiny)]
     return [
         Kind("small", 2, 4, num_steps=1),
-        Kind("large", 8, 8, num_steps=1, repeats=2),
+        Kind("large", 8, 8, num_steps=1, repeats=2, warm_up=0),
         Kind("slow_grader", 2, 4, num_steps=1, grader_s=5.0),
     ]
 
@@ -117,18 +119,20 @@ def main() -> None:
     machine = this_machine()
     small = kinds(quick=chosen.quick)[0]
     counts = (1, 2) if chosen.quick else ADAPTER_COUNTS
-    with base_models(quick=chosen.quick) as (base, endless_base):
-        outcomes = [
-            against_in_turn(replace(kind, repeats=chosen.repeats or kind.repeats), endless_base, machine)
-            for kind in kinds(quick=chosen.quick)
-            if wanted(kind.key)
-        ]
-        peers = (
-            against_peers(replace(small, num_steps=1, repeats=chosen.repeats or small.repeats), base, endless_base, machine)
-            if wanted("peer")
-            else None
-        )
-        crowds = crowd_costs(replace(small, num_steps=1), counts, endless_base, machine) if wanted("adapters") else []
+    outcomes: list[Outcome] = []
+    peers: tuple[Spread, Spread] | None = None
+    crowds: list[Crowd] = []
+    with base_models(quick=chosen.quick) as (base, endless_base), until_stopped():
+        for kind in kinds(quick=chosen.quick):
+            if wanted(kind.key):
+                outcomes.append(against_in_turn(replace(kind, repeats=chosen.repeats or kind.repeats), endless_base, machine))
+                say(f"{kind.key}: at once {outcomes[-1].at_once} s, in turn {outcomes[-1].in_turn} s")
+        if wanted("peer"):
+            peers = against_peers(replace(small, repeats=chosen.repeats or small.repeats), base, endless_base, machine)
+            say(f"peer: ours {peers[0]} s, {NUM_JOBS} TRL processes {peers[1]} s")
+        for count in counts if wanted("adapters") else ():
+            crowds.append(crowd_cost(replace(small, repeats=1), count, endless_base, machine))
+            say(f"{count} adapters: {crowds[-1].step_s} s, peak {crowds[-1].peak_bytes / 2**20:.0f} MiB")
     _print(outcomes, peers, crowds, machine)
     if chosen.json:
         values: dict[str, object] = {f"speedup_{o.kind.key}_{NUM_JOBS}": ratio(o.in_turn, o.at_once) for o in outcomes}
@@ -144,7 +148,8 @@ def against_in_turn(kind: Kind, base: Path, machine: Machine) -> Outcome:
     with ExitStack() as stack:
         engine = stack.enter_context(engine_process(base, threads=machine.cores))
         jobs = _jobs(stack, engine, kind, NUM_JOBS)
-        at_once, in_turn = alternate([partial(_at_once, jobs, kind), partial(_in_turn, jobs, kind)], repeats=kind.repeats)
+        runs = [partial(_at_once, jobs, kind), partial(_in_turn, jobs, kind)]
+        at_once, in_turn = alternate(runs, repeats=kind.repeats, warm_up=kind.warm_up)
     return Outcome(kind, at_once, in_turn)
 
 
@@ -162,16 +167,13 @@ def against_peers(kind: Kind, base: Path, endless_base: Path, machine: Machine) 
     return ours, theirs
 
 
-def crowd_costs(kind: Kind, counts: Sequence[int], base: Path, machine: Machine) -> list[Crowd]:
-    """One more tenant and another: a step of 1 to 16 small jobs at once, each number on an engine of its own."""
-    crowds: list[Crowd] = []
-    for count in counts:
-        with ExitStack() as stack:
-            engine = stack.enter_context(engine_process(base, threads=machine.cores))
-            jobs = _jobs(stack, engine, kind, count)
-            (step_s,) = alternate([partial(_at_once, jobs, kind)], repeats=kind.repeats)
-            crowds.append(Crowd(count, step_s, engine.peak_bytes))
-    return crowds
+def crowd_cost(kind: Kind, count: int, base: Path, machine: Machine) -> Crowd:
+    """A step of so many small jobs at once, on an engine of its own."""
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_process(base, threads=machine.cores))
+        jobs = _jobs(stack, engine, kind, count)
+        (step_s,) = alternate([partial(_at_once, jobs, kind)], repeats=kind.repeats)
+        return Crowd(count, step_s, engine.peak_bytes)
 
 
 def _jobs(stack: ExitStack, engine: EngineProcess, kind: Kind, count: int) -> list[Job]:

@@ -68,13 +68,14 @@ def fixed_workload(
     return Workload(rows, spec, num_steps, full_length=True)
 
 
-def demo_workload(*, seed: int | None = None, num_steps: int | None = None) -> Workload:
-    """The demo's job as it is; a seed of one's own for repeats."""
+def demo_workload(*, seed: int | None = None, num_steps: int | None = None, num_prompts: int | None = None) -> Workload:
+    """The demo's job as it is; a seed of one's own for repeats, and fewer steps or prompts a step where time is short."""
     task = make_task() if num_steps is None else make_task(num_steps=num_steps)
+    hyperparameters = Hyperparameters(batch_size=num_prompts or "auto")
     spec = JobSpec(
         base_model="base", training_file_sha256="0" * 64, seed=task.seed if seed is None else seed, num_steps=task.num_steps,
-        reinforcement=ReinforcementSettings(grader=task.grader), lora=task.lora, algorithm=task.algorithm, rollout=task.rollout,
-        optimizer=task.optimizer,
+        reinforcement=ReinforcementSettings(grader=task.grader, hyperparameters=hyperparameters), lora=task.lora,
+        algorithm=task.algorithm, rollout=task.rollout, optimizer=task.optimizer,
     )  # fmt: skip
     return Workload(task.training_rows, spec, task.num_steps, full_length=False)
 

@@ -9,10 +9,12 @@ import pytest
 
 from benchmarks.arithmetic import GroupLengths, ModelShape, decode_work, train_work
 from benchmarks.batches import Sizes, make_groups, one_by_one, padded
+from benchmarks.curves import Comparison, Curves, compare, same
 from benchmarks.job import prompts_digest, rows_in_order
 from benchmarks.machine import has_native_bf16
 from benchmarks.measure import Spread, alternate, ratio
 from benchmarks.options import endless
+from benchmarks.parity_flow import target_distribution, train
 from benchmarks.workload import Conversation, Workload, demo_workload, exact_conversations, fixed_workload
 
 SHAPE = ModelShape(hidden=8, intermediate=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, vocab=32)
@@ -141,3 +143,48 @@ def test_wasteful_batches_ask_for_the_same_loss() -> None:
         assert filled.token_weights is not None
         assert [int(kept.sum()) for kept in filled.token_weights] == [len(c) for c in group.completions]
         assert {len(c) for c in filled.completions} == {12}
+
+
+def test_curves_of_one_kind_are_the_same_and_others_are_not() -> None:
+    ours = Curves("ours", ((0.2, 0.5, 0.9), (0.25, 0.55, 0.92), (0.22, 0.5, 0.88)))
+    close = Curves("close", ((0.21, 0.52, 0.9), (0.24, 0.5, 0.9), (0.2, 0.54, 0.91)))
+    flat = Curves("flat", ((0.2, 0.21, 0.2), (0.2, 0.2, 0.22), (0.21, 0.2, 0.2)))
+    assert same(compare(ours, close))
+    assert all(c.shown_equivalent for c in compare(ours, close).values())
+    assert not same(compare(ours, flat))
+    assert all(c.detected for c in compare(ours, flat).values())
+
+
+def test_comparison_is_students_t_and_an_exact_permutation() -> None:
+    comparison = Comparison((1.0, 2.0, 3.0), (3.0, 4.0, 5.0))
+    # Pooled variance 1, so the standard error is sqrt(2 / 3); t = 2.449, below 2.776.
+    assert comparison.difference == -2.0
+    assert comparison.standard_error == pytest.approx((2 / 3) ** 0.5)
+    assert not comparison.detected
+    # Of 20 ways to deal out 1 2 3 3 4 5, four differ by 2: either 3 may change sides, both ways round.
+    assert comparison.permutation_p == pytest.approx(4 / 20)
+
+
+def test_wide_spread_hides_a_difference_but_is_no_proof_of_equivalence() -> None:
+    loose = Comparison((0.3, 0.6, 0.9), (0.35, 0.65, 0.9))
+    assert not loose.detected
+    assert not loose.shown_equivalent
+
+
+def test_roughness_is_the_largest_fall() -> None:
+    assert Curves("a", ((0.1, 0.6, 0.4, 0.9), (0.1, 0.2, 0.3, 0.4))).roughness == pytest.approx(0.1)
+
+
+def test_one_seed_is_refused() -> None:
+    with pytest.raises(ValueError, match="seeds"):
+        compare(Curves("a", ((0.1, 0.2),)), Curves("b", ((0.1, 0.2),)))
+
+
+def test_flowrl_moves_a_table_to_the_target() -> None:
+    target = target_distribution()
+    assert target.sum() == pytest.approx(1)
+    uniform = np.full(len(target), 1 / len(target))
+    before = float(uniform @ np.log(uniform / target))
+    matched = train("flowrl", target, num_steps=300, seed=0)
+    assert matched.to_target < before / 10
+    assert matched.num_peaks == 5
