@@ -65,9 +65,12 @@ def _figure(title: str) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, name: str, folder: Path) -> list[Path]:
+    from matplotlib import rc_context
+
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
-    for path in paths:
-        # No date in the files: the same figures make the same bytes.
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
+    # No date and no random ids in the files: the same figures make the same bytes.
+    with rc_context({"svg.hashsalt": name}):
+        for path in paths:
+            figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {"Software": None})
     return paths

@@ -113,6 +113,7 @@ def measure(
 ) -> list[Cell]:
     """All cells on one pair of servers. Ours has the base that nothing ends, vLLM is told in each request to look for no end."""
     base, endless_base = bases
+    cells: list[Cell] = []
     most, names = max(sequences), [f"bench-{number}" for number in range(max(adapters))]
     environment = {
         "ESPALIER_VLLM_DTYPE": dtype, "ESPALIER_VLLM_THREADS": str(machine.cores), "ESPALIER_VLLM_MAX_NUM_SEQS": str(most),
@@ -128,7 +129,6 @@ def measure(
             server = stack.enter_context(vllm_server(scratch, base_model=base, environment=environment))
             for name, folder in zip(names, folders, strict=True):
                 server.client.post("/v1/load_lora_adapter", json={"lora_name": name, "lora_path": str(folder)}).raise_for_status()
-        cells: list[Cell] = []
         stack.enter_context(until_stopped())
         for num_adapters in adapters:
             for count in sequences:
