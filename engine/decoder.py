@@ -128,9 +128,9 @@ class Decoder:
             )
             if layer.query_norm_D1 is not None and layer.key_norm_D1 is not None:
                 query_QDN, key_KDN = self._normed(query_QDN, layer.query_norm_D1), self._normed(key_KDN, layer.key_norm_D1)
-            query_NQD = _rotated(query_QDN, cos_DN, sin_DN).permute(2, 0, 1)
-            key_NKD = _rotated(key_KDN, cos_DN, sin_DN).permute(2, 0, 1)
-            out_NQD = attention.attend(index, query_NQD, key_NKD, value_KDN.permute(2, 0, 1), scaling)
+            query_NQD = _rows_first(_rotated(query_QDN, cos_DN, sin_DN))
+            key_NKD = _rows_first(_rotated(key_KDN, cos_DN, sin_DN))
+            out_NQD = attention.attend(index, query_NQD, key_NKD, _rows_first(value_KDN), scaling)
             x_HN = layer.out(out_NQD.reshape(num_rows, -1).t(), segments).add_(x_HN)
             gate_FN, up_FN = layer.gate_up(self._normed(x_HN, layer.mlp_norm_H1), segments).chunk(2)
             x_HN = layer.down(self._activation(gate_FN).mul_(up_FN), segments).add_(x_HN)
@@ -146,6 +146,11 @@ class Decoder:
 def for_product(x_IN: Tensor) -> Tensor:
     """The same values in the memory order in which `W @ x` is fastest: row by row while rows are few, else feature by feature."""
     return x_IN.t().contiguous().t() if x_IN.shape[1] <= FEW_ROWS else x_IN.contiguous()
+
+
+def _rows_first(x_KDN: Tensor) -> Tensor:
+    """[K, D, N] -> [N, K, D] with a head's numbers side by side, as torch's fused attention wants them."""
+    return x_KDN.transpose(1, 2).contiguous().transpose(0, 1)
 
 
 def _rotated(x_KDN: Tensor, cos_DN: Tensor, sin_DN: Tensor) -> Tensor:
