@@ -4,6 +4,7 @@ The table is a policy over sequences: row c is the distribution of the token tha
 tables of their own.
 1. Loss and gradient, off policy (some tokens or completions clipped, some not) and on policy.
 2. Completions that are masked change nothing but leave: the loss is that of the others (trl#6369); all masked is 0 (trl#6439).
+   So it is with single tokens.
 3. Nothing depends on how the completions are cut into parts (trl#6024, ms-swift#10117), metrics included.
 """
 
@@ -131,6 +132,26 @@ def test_masked_completions_leave_numerator_and_denominator(name: str) -> None:
     assert float(nothing.detach()) == 0
     assert float(case.gradient(nothing).abs().max()) == 0
     assert np.isfinite(list(metrics.values())).all()
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_masked_tokens_count_nowhere(name: str) -> None:
+    """As rejected tokens are: the loss is that of completions without them, ratios and means of completions included."""
+    algorithm = ALGORITHMS[name]
+    case = Case(algorithm, on_policy=algorithm.on_policy)
+    masked, without = [], []
+    for part in case.completions:
+        kept = torch.arange(part.lengths[0]) % 3 != 1
+        masked.append(replace(part, weights_N=part.weights_N * kept))
+        old = None if part.old_N is None else part.old_N[kept]
+        assert part.ref_N is not None
+        without.append(
+            LossInputs(part.logprobs_N[kept], part.advantages_N[kept], part.weights_N[kept], (int(kept.sum()),), old, part.ref_N[kept])
+        )
+    loss, _ = packed_loss(joined(masked), case.settings)
+    expected, _ = packed_loss(joined(without), case.settings)
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-12)
+    assert float((case.gradient(loss) - case.gradient(expected)).abs().max()) < 1e-12
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])

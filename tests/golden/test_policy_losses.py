@@ -10,10 +10,12 @@
 """
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.advantages import flow_offsets, leave_one_out, rewards_less_kl
@@ -58,11 +60,11 @@ def test_kl_gradient_is_exact(kind: LossKind, off_policy: bool) -> None:
     assert float((biased - expected).norm() / expected.norm()) > 0.1
 
 
-def pairs_loss(logits: Tensor, kind: LossKind, advantages: dict[tuple[int, int], np.ndarray]) -> Tensor:
+def pairs_loss(logits: Tensor, kind: LossKind, advantages: Mapping[tuple[int, int], NDArray[np.float32]]) -> Tensor:
     """Expectation of the loss over groups of two one-token completions, each drawn from the policy."""
     logprobs = torch.log_softmax(logits, -1)
     total = torch.zeros((), dtype=torch.float64)
-    for pair in itertools.product(range(V), repeat=2):
+    for pair in itertools.product(range(V), range(V)):
         chance = float(logprobs.detach()[list(pair)].sum().exp())
         inputs = LossInputs(logprobs[list(pair)], torch.from_numpy(advantages[pair]).double(), torch.ones(2, dtype=torch.float64), (1, 1))
         total = total + chance * packed_loss(inputs, settings(kind, denominator=2))[0]
@@ -83,7 +85,7 @@ def test_kl_in_the_reward_has_the_exact_gradient() -> None:
                 beta=beta,
             )
         )
-        for pair in itertools.product(range(V), repeat=2)
+        for pair in itertools.product(range(V), range(V))
     }
     (got,) = torch.autograd.grad(pairs_loss(logits, "clip", advantages), logits)
     assert torch.allclose(got, expected, atol=1e-6)
@@ -96,7 +98,7 @@ def test_flow_gradient_is_unbiased() -> None:
     (expected,) = torch.autograd.grad(2 * (logprobs.exp() * (logprobs - ref)).sum(), logits, retain_graph=True)
     offsets = {
         pair: flow_offsets([1.0, 1.0], [logprobs.detach().numpy()[[i]] for i in pair], [ref.numpy()[[i]] for i in pair], reward_scale=15)
-        for pair in itertools.product(range(V), repeat=2)
+        for pair in itertools.product(range(V), range(V))
     }
     (got,) = torch.autograd.grad(pairs_loss(logits, "flow", offsets), logits)
     assert torch.allclose(got, expected, atol=1e-6)
