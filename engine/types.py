@@ -128,7 +128,8 @@ class ForwardBackwardResult:
     logprobs: tuple[tuple[FloatArray, ...], ...]
     """Per group, per completion: T logprobs under the current policy at the temperature, nats."""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Token means: ratio, clip_fraction, kl (k3 estimate against the reference, nats; 0 when beta is 0), entropy (nats)."""
+    """Token means. Of losses on sampled tokens: ratio, clip_fraction, kl (k3 estimate against the reference, nats; 0 when beta is 0); of
+    others see `engine.losses.packed_loss`; of all: entropy (nats)."""
 
 
 @dataclass(frozen=True)
