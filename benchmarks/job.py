@@ -24,6 +24,8 @@ class StepFigures:
     reward_mean: float
     completion_tokens: float
     """Mean over the completions sampled."""
+    trained_share: float
+    """Of the completion tokens sampled: 1 but where groups are dead and ours skips them."""
     prompts_digest: str
     """Of the step's prompts as token ids, whatever their order: equal on both sides, or they did not train on the same."""
 
@@ -57,7 +59,10 @@ class Job:
         digest = prompts_digest(self._verbs.render([row.messages for row in self._step_rows()]))
         self._step += 1
         parts = {part: result.metrics[name] for part, name in PARTS.items() if name in result.metrics}
-        return StepFigures(seconds, parts, result.metrics["reward_mean"], result.metrics["completion_tokens_mean"], digest)
+        spec, mean_tokens = self._workload.spec, result.metrics["completion_tokens_mean"]
+        sampled = mean_tokens * spec.prompts_per_step(len(self._rows)) * spec.group_size
+        share = result.metrics["num_tokens"] / sampled
+        return StepFigures(seconds, parts, result.metrics["reward_mean"], mean_tokens, share, digest)
 
     def close(self) -> None:
         """Frees the adapter."""

@@ -57,7 +57,7 @@ class PeerProcess:
         """The next step, generation to optimizer."""
         answer = self._ask({"do": "step"})
         return StepFigures(
-            answer["seconds"], answer["parts_s"], answer["reward_mean"], answer["completion_tokens"], answer["prompts_digest"]
+            answer["seconds"], answer["parts_s"], answer["reward_mean"], answer["completion_tokens"], 1.0, answer["prompts_digest"]
         )
 
     def start_step(self) -> None:

@@ -81,6 +81,7 @@ class Outcome:
             "peer_step_s": _seconds(self.peer).as_json(), "ours_parts_s": _parts(self.ours), "peer_parts_s": _parts(self.peer),
             "ours_total_s": sum(s.seconds for s in self.ours), "peer_total_s": sum(s.seconds for s in self.peer),
             "ours_peak_bytes": self.our_peak, "peer_peak_bytes": self.peer_peak, "memory_ratio": self.our_peak / self.peer_peak,
+            "ours_trained_share": [s.trained_share for s in self.ours],
             "ours_rewards": [s.reward_mean for s in self.ours], "peer_rewards": [s.reward_mean for s in self.peer],
         }  # fmt: skip
 
@@ -255,6 +256,10 @@ def _print(outcomes: Sequence[Outcome], machine: Machine, shape: ModelShape, rat
     for rate in rates.values():
         print(f"Matrix rate at {rate.num_rows} rows, {rate.dtype}: {rate.both / 1e9:.0f} GFLOP/s over the model's shapes.")
     print(f"training's limit: forward, backward and reference pass, only the needed operations, at that rate. {_versions(outcomes)}")
+    for o in outcomes:
+        least = min(step.trained_share for step in o.ours)
+        if o.scenario.demo_steps is None and least < 1:
+            print(f"{o.scenario.title}: groups died, ours trained on {least:.0%} of the tokens of a step; the ratio flatters it.")
     if any(o.scenario.bf16 for o in outcomes) and not machine.bf16_native:
         print(NO_BF16)
 
