@@ -50,7 +50,7 @@ class Compute:
         advance: computes the next micro-batch of the ops that it is given, see `engine.types.Trainer`.
     """
 
-    def __init__(self, batcher: Batcher, advance: Callable[[Sequence[PendingOp]], None]) -> None:
+    def __init__(self, batcher: Batcher, advance: Callable[[Sequence[Any]], None]) -> None:
         self._batcher = batcher
         self._advance = advance
         self._wake = threading.Condition()

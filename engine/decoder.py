@@ -179,7 +179,7 @@ def _layer(layer: Any) -> _Layer:
 
 def _fused(*layers: LoraLinear) -> Fused:
     weight_OI = layers[0].base.weight.detach()
-    biases = [layer.base.bias for layer in layers]
+    biases: list[Tensor | None] = [layer.base.bias for layer in layers]
     if len(layers) > 1:
         weight_OI = torch.cat([layer.base.weight.detach() for layer in layers])
         # Views, so that the base is there once.

@@ -1,6 +1,6 @@
 """What a job may set about sampling, optimising, its course and its evaluation. Every default says why."""
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -143,7 +143,7 @@ class SupervisedHyperparameters(Contract):
             ("n_epochs", 1, 1000), ("batch_size", 1, 1024), ("eval_interval", 1, 100_000), ("eval_samples", 1, 10_000),
             ("learning_rate_multiplier", 1e-4, 1e4), ("compute_multiplier", 0.25, 16), ("beta", 1e-4, 10),
         ):  # fmt: skip
-            value = getattr(self, name, "auto")
+            value: Any = getattr(self, name, "auto")
             if value != "auto" and not low <= value <= high:
                 raise ValueError(f"{name} is {value}; give a number from {low} to {high}, or auto")
         return self
