@@ -8,6 +8,11 @@ from core.contracts.job import EventLevel, EventType
 from core.ids import new_id
 from core.tables import Event, Metric
 
+_HEADLINES = (
+    ("reward", "reward_mean"), ("loss", "loss"), ("evaluation reward", "eval_reward_mean"), ("evaluation loss", "eval_loss"),
+)  # fmt: skip
+"""What a step's event names: the first that the step has."""
+
 
 def add_event(
     session: Session,
@@ -29,5 +34,5 @@ def record_metrics(session: Session, job_id: str, step: int, values: dict[str, f
     is_new = session.get(Metric, (job_id, step)) is None
     session.merge(Metric(job_id=job_id, step=step, values=values))
     if is_new:
-        name, key = ("reward", "reward_mean") if "reward_mean" in values else ("evaluation reward", "eval_reward_mean")
+        name, key = next(((name, key) for name, key in _HEADLINES if key in values), _HEADLINES[-1])
         add_event(session, job_id, f"Step {step}: {name} {values.get(key, 0.0):.3f}", type="metrics", data={"step": step, **values})

@@ -108,8 +108,8 @@ class ScriptedClient:
         self, adapter_id: str, lora: LoraSettings, *, seed: int, weights: bytes | None = None, under: StackedOn | None = None
     ) -> AdapterInfo:
         self._enter("create_adapter", adapter_id)
-        # A stacked pair is as one adapter here: what counts is that it begins where the lower one is.
-        weights = under.weights if under else weights
+        if under:  # the pair is as one adapter of the lower one's shape: what counts here is that it begins where that one is
+            weights, lora = under.weights, under.lora
         factors = load(weights) if weights else {}
         for name in () if weights else lora.target_modules:
             parent = "self_attn" if name in ("q_proj", "k_proj", "v_proj", "o_proj") else "mlp"
@@ -161,7 +161,8 @@ class ScriptedClient:
             for i, (tokens, advantage, weight) in enumerate(zip(group.completions, group.advantages, group.weights, strict=True)):
                 direction = np.frombuffer(hashlib.sha256(tokens.tobytes()).digest(), dtype=np.uint32).astype(np.float32) / 2**32
                 num_tokens = len(tokens) if group.token_weights is None else float(group.token_weights[i].sum())
-                factor = advantage * weight * num_tokens / loss.denominator
+                signal = advantage if loss.kind not in ("sft", "dpo") else (-1.0) ** i
+                factor = signal * weight * num_tokens / loss.denominator
                 for given in (group.old_logprobs, group.sampler_logprobs):
                     factor *= 1.0 if given is None else 1.0 + float(given[i].mean())
                 adapter.gradient += np.float32(factor) * direction

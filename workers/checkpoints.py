@@ -8,11 +8,13 @@ from sqlalchemy.orm import Session
 
 from core.contracts import JobSpec, Lineage
 from core.db import after_commit, session_scope
-from core.errors import Conflict, NotFound, Unavailable
+from core.errors import Conflict, CorruptData, NotFound, Unavailable
 from core.events import add_event
 from core.ids import new_id
 from core.leases import Held
 from core.tables import Adapter, AdapterVersion, Checkpoint, Job
+from engine import wire
+from engine.loop.curriculum import Memory, RowMemory
 from engine.types import AdapterInfo, BaseModelInfo, StackedOn, Verbs
 from registry.download import load_manifest
 from registry.manifest import WEIGHTS_FILE
@@ -28,6 +30,16 @@ NUM_KEPT_STATES = 2
 
 
 @dataclass(frozen=True)
+class _State:
+    """What an object of states/ holds."""
+
+    trainer: bytes
+    """The engine's `save_state`."""
+    rows: tuple[RowMemory, ...]
+    """The loop's memory."""
+
+
+@dataclass(frozen=True)
 class Checkpoints:
     """A job's checkpoints, for its holder."""
 
@@ -37,11 +49,11 @@ class Checkpoints:
     spec: JobSpec
     base: BaseModelInfo
 
-    def restore(self, verbs: Verbs) -> tuple[AdapterInfo, int]:
+    def restore(self, verbs: Verbs) -> tuple[AdapterInfo, int, Memory]:
         """Puts the job's adapter into the engine: from the newest checkpoint, else from its start.
 
         Returns:
-            (the adapter as the engine holds it, steps done).
+            (the adapter as the engine holds it, steps done, what the loop remembered then).
         Raises:
             Conflict: the engine's base is not the one that the checkpoint was made over.
             NotFound, CorruptData, Unavailable: the store's or the engine's.
@@ -54,7 +66,7 @@ class Checkpoints:
                 .order_by(Checkpoint.step.desc())
             ).first()
         if newest is None or newest[0].state_key is None:
-            return self._create(verbs), 0
+            return self._create(verbs), 0, ()
         checkpoint, version = newest
         made_over = Lineage.model_validate(version.lineage).base_model_digest
         if version.job_id == self.job.id and made_over != self.base.digest:
@@ -63,16 +75,19 @@ class Checkpoints:
                 "Bring the old base back, or submit the job again.",
                 code="base_model_changed",
             )
-        return verbs.load_state(self.job.id, self.store.get(newest[0].state_key)), checkpoint.step
+        state = _read_state(self.store.get(newest[0].state_key))
+        return verbs.load_state(self.job.id, state.trainer), checkpoint.step, state.rows
 
-    def save(self, verbs: Verbs, step: int, metrics: dict[str, float]) -> None:
+    def save(self, verbs: Verbs, step: int, metrics: dict[str, float], memory: Memory) -> None:
         """Makes a checkpoint at `step`, visible as a whole or not at all, and prunes older states.
 
+        Args:
+            memory: what the loop has to remember.
         Raises:
             LeaseLost: the job has another holder; at most an object that no row names was written.
         """
-        state_key = f"states/{self.job.id}/{step}-{self.held.token}.safetensors"
-        self.store.put(state_key, verbs.save_state(self.job.id))
+        state_key = f"states/{self.job.id}/{step}-{self.held.token}.state"
+        self.store.put(state_key, wire.pack(_State(verbs.save_state(self.job.id), tuple(memory))))
         peft = self._content(verbs)
         with fenced(self.held) as (session, _):
             self._publish(session, peft, step, "checkpoint", metrics, state_key)
@@ -81,6 +96,20 @@ class Checkpoints:
     def finish(self, verbs: Verbs) -> PeftAdapter:
         """The final adapter, checked and in the store; `record_final` makes it a version."""
         return self._content(verbs)
+
+    def promote(self, session: Session, step: int) -> AdapterVersion:
+        """Makes the version of an earlier checkpoint the final one. Only states are pruned, so it is there."""
+        version = session.scalars(
+            select(AdapterVersion)
+            .join(Checkpoint, Checkpoint.adapter_version_id == AdapterVersion.id)
+            .where(Checkpoint.job_id == self.job.id, Checkpoint.step == step)
+        ).one()
+        version.kind = "final"
+        return version
+
+    def record_last(self, session: Session, peft: PeftAdapter, step: int, metrics: dict[str, float]) -> None:
+        """Publishes the last step's adapter as a checkpoint, where another step's is the final one."""
+        self._publish(session, peft, step, "checkpoint", metrics, None)
 
     def record_final(self, session: Session, peft: PeftAdapter, step: int, metrics: dict[str, float]) -> AdapterVersion:
         """Publishes the final version and the checkpoint of the last step, inside the transaction that ends the job."""
@@ -165,6 +194,13 @@ class Checkpoints:
         if owned is None:
             raise NotFound("The adapter version that training should start from is not there any more.", param="start_from")
         return self.store.get_blob(load_manifest(self.store, owned).files[WEIGHTS_FILE])
+
+
+def _read_state(data: bytes) -> _State:
+    try:
+        return wire.build(_State, wire.unpack(data))
+    except (ValueError, TypeError) as error:
+        raise CorruptData(f"A checkpoint's state can't be read: {error}.") from error
 
 
 def delete_states(session: Session, store: ObjectStore, job_id: str) -> None:

@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from enum import Enum, auto
 
+from sqlalchemy.orm import Session
+
 from core import leases
 from core.clock import now_s
 from core.contracts import JobSpec, JobStatus
@@ -13,13 +15,20 @@ from core.db import session_scope
 from core.errors import EspalierError, InvalidInput, LeaseLost, NotFound, Unavailable
 from core.events import add_event, record_metrics
 from core.jobs import transition
-from core.tables import Job, Metric
-from engine.grpo import GrpoLoop, PromptRow
+from core.tables import AdapterVersion, Job, Metric
+from engine.grpo import GrpoLoop
+from engine.loop.evaluation import score_of
+from engine.loop.export import export_cost
+from engine.loop.rows import PromptRow
+from engine.supervised import SupervisedLoop
 from engine.types import BaseModelInfo, Verbs
+from registry.peft_format import PeftAdapter
+from workers import held_out as held_out_scores
 from workers.checkpoints import Checkpoints, delete_states
 from workers.claim import Claim, Heartbeat, claim, fenced
 from workers.context import RUN_JOB, Context
 from workers.dataset import parse_file
+from workers.row_formats import RowFormat
 
 log = logging.getLogger(__name__)
 
@@ -103,9 +112,11 @@ class JobRun:
         if base.name != self._spec.base_model:
             raise InvalidInput(f"The engine holds base model {base.name!r}; this job asks for {self._spec.base_model!r}.", param="model")
         checkpoints = Checkpoints(self._context.store, self._held, self._job, self._spec, base)
-        adapter, step = checkpoints.restore(self._verbs)
-        rows, validation_rows = self._rows(self._spec.training_file_sha256), self._rows(self._spec.validation_file_sha256)
-        loop = GrpoLoop(self._verbs, self._job.id, self._spec, rows, validation_rows, self._num_steps, self._ensure)
+        adapter, step, memory = checkpoints.restore(self._verbs)
+        rows = self._rows(self._spec.training_file_sha256, training=True)
+        held_out = self._rows(self._spec.validation_file_sha256, training=False)
+        make_loop = GrpoLoop if self._spec.algorithm.samples else SupervisedLoop
+        loop = make_loop(self._verbs, self._job.id, self._spec, rows, held_out, self._num_steps, self._ensure, memory)
         loop.begin(adapter.fingerprint)
         self._note_restored(step, base)
         saved_step, metrics = step, {}
@@ -113,14 +124,15 @@ class JobRun:
             self._ensure()
             control = self._control()
             if control in (Control.PAUSE, Control.GIVE_BACK) and step > saved_step:
-                checkpoints.save(self._verbs, step, metrics)
+                checkpoints.save(self._verbs, step, metrics, loop.memory())
                 saved_step = step
             if control is not Control.GO_ON:
                 status = self._stop(control)
                 if status is not None:
                     return status
                 continue
-            if step == self._num_steps:
+            if step == self._num_steps or self._stalled(step):
+                metrics |= export_cost(self._verbs, self._job.id, self._spec, held_out or rows, step)
                 return self._succeed(checkpoints, step, metrics)
             started = time.monotonic()
             if step == 0 and loop.wants_eval(0):
@@ -129,15 +141,21 @@ class JobRun:
             step, metrics = result.step, result.metrics
             if loop.wants_eval(step):
                 metrics = metrics | loop.evaluate()
-            self._record(step, metrics)
+            is_best = self._record(step, metrics)
             self._restores_without_progress = 0
-            if step % self._spec.checkpoint_interval == 0 and step < self._num_steps:
-                checkpoints.save(self._verbs, step, metrics)
+            wanted = step % self._spec.checkpoint_interval == 0 or (is_best and self._spec.evaluation.publish == "best")
+            if wanted and step < self._num_steps:
+                checkpoints.save(self._verbs, step, metrics, loop.memory())
                 saved_step = step
             self._step_times_s.append(time.monotonic() - started)
 
-    def _rows(self, sha256: str | None) -> list[PromptRow]:
-        return parse_file(self._context.store.get_blob(sha256), self._spec.grader).rows if sha256 else []
+    def _rows(self, sha256: str | None, *, training: bool) -> list[PromptRow]:
+        form = RowFormat.of(self._spec, training=training)
+        return parse_file(self._context.store.get_blob(sha256), form).rows if sha256 else []
+
+    def _stalled(self, step: int) -> bool:
+        with session_scope(readonly=True) as session:
+            return held_out_scores.stalled(session, self._job.id, self._spec, step) is not None
 
     def _control(self) -> Control:
         with session_scope(readonly=True) as session:
@@ -175,9 +193,14 @@ class JobRun:
         self._drop()
         return JobStatus.PAUSED
 
-    def _record(self, step: int, metrics: dict[str, float]) -> None:
-        """One step's numbers and progress; a step that is done again replaces what it counted before."""
+    def _record(self, step: int, metrics: dict[str, float]) -> bool:
+        """One step's numbers and progress; a step that is done again replaces what it counted before.
+
+        Returns:
+            Whether it has the best held-out score so far; `best_step` is then among its metrics, as at every evaluation.
+        """
         remaining = self._num_steps - step
+        score, is_best = score_of(metrics), False
         with fenced(self._held) as (session, job):
             earlier = session.get(Metric, (job.id, step))
             counted = earlier.values.get("num_tokens", 0.0) if earlier else 0.0
@@ -185,7 +208,14 @@ class JobRun:
             job.step = step
             if self._step_times_s:
                 job.estimated_finish = now_s() + remaining * sum(self._step_times_s) / len(self._step_times_s)
+            if score is not None and step:
+                best = held_out_scores.best_trained(session, job.id, self._spec, step, score)
+                assert best is not None, "this step's is one"
+                metrics["best_step"], is_best = float(best.best_step), best.best_step == step
             record_metrics(session, job.id, step, metrics)
+            if is_best and earlier is None:
+                add_event(session, job.id, f"Step {step} is the best so far on held-out rows: {score:.4g}.")
+        return is_best
 
     def _note_restored(self, step: int, base: BaseModelInfo) -> None:
         with fenced(self._held) as (session, job):
@@ -232,14 +262,35 @@ class JobRun:
             if job.cancel_requested:
                 transition(session, job, JobStatus.CANCELLED, "Job cancelled.")
             else:
-                version = checkpoints.record_final(session, peft, step, metrics)
+                version, of_step = self._publish(session, checkpoints, peft, step, metrics)
                 job.adapter_version_id = version.id
-                transition(session, job, JobStatus.SUCCEEDED, f"Job succeeded: adapter version {version.number}, {version.digest[:12]}.")
+                message = f"Job succeeded: adapter version {version.number}, {version.digest[:12]}, of step {of_step}."
+                transition(session, job, JobStatus.SUCCEEDED, message)
             delete_states(session, self._context.store, job.id)
             leases.release(session, self._held)
             status = JobStatus(job.status)
         self._drop()
         return status
+
+    def _publish(
+        self, session: Session, checkpoints: Checkpoints, peft: PeftAdapter, step: int, metrics: dict[str, float]
+    ) -> tuple[AdapterVersion, int]:
+        """The adapter that the job ends with, and the step that made it."""
+        stalled = held_out_scores.stalled(session, self._job.id, self._spec, step)
+        if stalled is not None and step < self._num_steps:
+            message = (
+                f"Stopped after step {step}: {stalled.num_since} evaluations without a better one than after step {stalled.best_step}."
+            )
+            add_event(session, self._job.id, message)
+        if "distilled_kl" in metrics:
+            message = f"The mixture leaves as one adapter, {metrics['distilled_kl']:.3g} nats a token (KL) from what was trained."
+            add_event(session, self._job.id, message, level="warn", data={"distilled_kl": metrics["distilled_kl"]})
+        if self._spec.evaluation.publish == "best":
+            best = held_out_scores.best_trained(session, self._job.id, self._spec, step)
+            if best is not None and best.best_step != step:
+                checkpoints.record_last(session, peft, step, metrics)
+                return checkpoints.promote(session, best.best_step), best.best_step
+        return checkpoints.record_final(session, peft, step, metrics), step
 
     def _end(self, status: JobStatus, message: str, *, error: EspalierError | None = None) -> JobStatus:
         with fenced(self._held) as (session, job):

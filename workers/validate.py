@@ -13,6 +13,7 @@ from engine.types import Verbs
 from workers.claim import Claim, Heartbeat, claim, fenced
 from workers.context import RUN_JOB, Context
 from workers.dataset import check_file
+from workers.row_formats import RowFormat
 
 log = logging.getLogger(__name__)
 NUM_SHOWN_FAULTS = 3
@@ -56,17 +57,17 @@ def _check(context: Context, spec: JobSpec, verbs: Verbs, heartbeat: Heartbeat) 
     info = verbs.info()
     if info.name != spec.base_model:
         raise InvalidInput(f"The engine holds base model {info.name!r}; this job asks for {spec.base_model!r}.", param="model")
-    grader = spec.grader
-    max_prompt_tokens = info.max_model_len - spec.rollout.max_tokens
 
-    def check(sha256: str) -> DatasetReport:
-        data = context.store.get_blob(sha256)
-        return check_file(data, grader, verbs, max_prompt_tokens=max_prompt_tokens, between=heartbeat.ensure)
+    def check(sha256: str, *, training: bool) -> DatasetReport:
+        return check_file(
+            context.store.get_blob(sha256), RowFormat.of(spec, training=training), verbs, max_model_len=info.max_model_len,
+            max_completion_tokens=spec.rollout.max_tokens, between=heartbeat.ensure,
+        )  # fmt: skip
 
-    training = check(spec.training_file_sha256)
-    if not training.num_faults:
-        validate_grader(grader, set(training.item_fields), param="method.reinforcement.grader")
-    return _Checked(training, check(spec.validation_file_sha256) if spec.validation_file_sha256 else None)
+    training = check(spec.training_file_sha256, training=True)
+    if not training.num_faults and spec.algorithm.samples:
+        validate_grader(spec.grader, set(training.item_fields), param="method.reinforcement.grader")
+    return _Checked(training, check(spec.validation_file_sha256, training=False) if spec.validation_file_sha256 else None)
 
 
 def _conclude(context: Context, claimed: Claim, spec: JobSpec, checked: _Checked) -> JobStatus:

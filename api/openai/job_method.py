@@ -68,8 +68,9 @@ def check_settings(body: JobCreate) -> None:
         raise InvalidInput(message, param="rollout.max_tokens")
     if not algorithm.samples:
         _check_supervised(body)
-    if algorithm.name == "flowrl" and algorithm.beta > 0:
-        raise InvalidInput("algorithm.beta: flowrl holds the reference policy in its target already; leave it out.", param="algorithm.beta")
+    if body.lora is not None and body.lora.kind == "full":
+        message = "lora.kind: a job ends in an adapter that can be served, and dense changes of kind full are none; use lora."
+        raise InvalidInput(message, param="lora.kind")
     if body.validation_file is None:
         for name in ("early_stop_patience", "publish"):
             if getattr(body.evaluation, name) not in (None, "last"):

@@ -9,13 +9,17 @@ from pydantic import TypeAdapter
 
 from core.contracts import DatasetReport, Grader
 from core.errors import InvalidInput
+from engine.graders import item_paths
 from tests.scripted_engine import ScriptedClient, ScriptedEngine
 from workers.dataset import MAX_LISTED_FAULTS, check_file, parse_file
+from workers.row_formats import RowFormat
 
 GRADER: Any = TypeAdapter(Grader).validate_python(
     {"type": "string_check", "name": "g", "input": "{{sample.output_text}}", "reference": "{{item.order.id}}", "operation": "eq"}
 )
+PROMPTS = RowFormat("prompts", sorted(item_paths(GRADER)))
 USER = {"role": "user", "content": "Which order?"}
+ANSWER = {"role": "assistant", "content": "Order 1."}
 
 
 def row(*messages: Any, **fields: Any) -> bytes:
@@ -23,8 +27,9 @@ def row(*messages: Any, **fields: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False).encode()
 
 
-def check(data: bytes, *, max_prompt_tokens: int = 40) -> DatasetReport:
-    return check_file(data, GRADER, ScriptedClient(ScriptedEngine(), 0), max_prompt_tokens=max_prompt_tokens, between=lambda: None)
+def check(data: bytes, form: RowFormat = PROMPTS, verbs: ScriptedClient | None = None) -> DatasetReport:
+    verbs = verbs or ScriptedClient(ScriptedEngine(), 0)
+    return check_file(data, form, verbs, max_model_len=60, max_completion_tokens=20, between=lambda: None)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +81,7 @@ def test_only_a_newline_ends_a_row(character: str) -> None:
     line = row({"role": "user", "content": content})
     if character < " ":
         assert character.encode() not in line
-    parsed = parse_file(line + b"\r\n" + row(), GRADER)
+    parsed = parse_file(line + b"\r\n" + row(), PROMPTS)
     assert [r.messages[0]["content"] for r in parsed.rows] == [content, USER["content"]]
     assert parsed.lines == [1, 2]
 
@@ -98,7 +103,7 @@ def test_file_without_rows_is_a_fault() -> None:
 def test_text_parts_are_joined_and_developer_is_system() -> None:
     parts = [{"type": "text", "text": "Which "}, {"type": "text", "text": "order?"}]
     parsed = parse_file(
-        row({"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "Ann"}, extra=[1]), GRADER
+        row({"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts, "name": "Ann"}, extra=[1]), PROMPTS
     )
     assert parsed.rows[0].messages == ({"role": "system", "content": "Be brief."}, USER)
     assert parsed.rows[0].item == {"order": {"id": "1"}, "extra": [1]}
@@ -127,6 +132,60 @@ def test_row_that_the_template_refuses_has_its_own_line() -> None:
             return [np.zeros(3, dtype=np.int32) for _ in conversations]
 
     data = b"\n".join([row(), row({"role": "assistant", "content": "Hi."}, USER), row()])
-    report = check_file(data, GRADER, Picky(ScriptedEngine(), 0), max_prompt_tokens=40, between=lambda: None)
+    report = check(data, verbs=Picky(ScriptedEngine(), 0))
     assert [(fault.line, fault.code) for fault in report.faults] == [(2, "template_refused")]
     assert report.num_rows == 2
+
+
+def pair(**changes: Any) -> bytes:
+    value = {"input": {"messages": [USER]}, "preferred_output": [ANSWER], "non_preferred_output": [{**ANSWER, "content": "No."}]}
+    return json.dumps(value | changes).encode()
+
+
+ANSWERS, PAIRS = RowFormat("answers"), RowFormat("pairs")
+
+
+def test_rows_of_each_method_hold_their_answers() -> None:
+    [learned] = parse_file(row({"role": "system", "content": "Be brief."}, USER, ANSWER, level=2), ANSWERS).rows
+    assert (learned.messages[-1], learned.answers, learned.item["level"]) == (USER, ("Order 1.",), 2)
+    [preferred] = parse_file(pair(level=2), PAIRS).rows
+    assert (preferred.messages, preferred.answers, preferred.item) == ((USER,), ("Order 1.", "No."), {"level": 2})
+    [warmed] = parse_file(row(answer="One."), RowFormat("prompts", answer_field="answer")).rows
+    assert (warmed.messages, warmed.answers) == ((USER,), ("One.",))
+
+
+@pytest.mark.parametrize(
+    ("form", "line", "code"),
+    [
+        (ANSWERS, row(), "last_not_assistant"),
+        (ANSWERS, row(ANSWER), "no_prompt"),
+        (ANSWERS, row({"role": "user", "content": "x" * 40}, {**ANSWER, "content": "y" * 20}), "answer_too_long"),
+        (ANSWERS, row({"role": "user", "content": "x" * 61}, ANSWER), "prompt_too_long"),
+        (PAIRS, row(), "bad_input"),
+        (PAIRS, pair(input={"messages": [USER], "tools": [{}]}), "bad_input"),
+        (PAIRS, pair(input={"messages": []}), "no_messages"),
+        (PAIRS, pair(input={"messages": [USER, ANSWER]}), "last_is_assistant"),
+        (PAIRS, pair(preferred_output=[]), "bad_output"),
+        (PAIRS, pair(preferred_output=[ANSWER, ANSWER]), "bad_output"),
+        (PAIRS, pair(non_preferred_output=[USER]), "bad_role"),
+        (PAIRS, pair(non_preferred_output=[ANSWER]), "equal_outputs"),
+        (PAIRS, pair(non_preferred_output=["No."]), "bad_message"),
+        (RowFormat("prompts", answer_field="answer"), row(), "bad_answer"),
+        (RowFormat("prompts", answer_field="answer"), row(answer=""), "bad_answer"),
+        (RowFormat("prompts", answer_field="answer"), row(answer="z" * 60), "answer_too_long"),
+        (RowFormat("prompts", difficulty_field="level"), row(), "bad_difficulty"),
+        (RowFormat("prompts", difficulty_field="level"), row(level=True), "bad_difficulty"),
+        (RowFormat("prompts", difficulty_field="level"), row(level="3"), "bad_difficulty"),
+    ],
+)
+def test_faults_of_each_method_name_their_line(form: RowFormat, line: bytes, code: str) -> None:
+    report = check(b"\n\n" + line, form)
+    assert code in [fault.code for fault in report.faults]
+    assert {fault.line for fault in report.faults} == {3}
+    assert report.num_rows == 0
+
+
+def test_earlier_answers_are_told_to_be_context_only() -> None:
+    report = check(row(USER, ANSWER, USER, ANSWER), ANSWERS)
+    assert (report.num_rows, report.num_faults) == (1, 0)
+    assert any("earlier answers" in warning for warning in report.warnings)

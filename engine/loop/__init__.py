@@ -1,0 +1,1 @@
+"""Parts of a training loop, one job each; `engine.grpo` and `engine.supervised` are the loops."""
