@@ -66,10 +66,15 @@ class Platform:
     def submit(self, training: bytes | None = None, validation: bytes | None = None, *, suffix: str | None = None, **spec: object) -> str:
         """Stores a job as the API does."""
         files = [self._file(data) for data in (training or jsonl(6), validation) if data is not None]
-        reinforcement = {"grader": spec.pop("grader", GRADER), "hyperparameters": spec.pop("hyperparameters", {"batch_size": 2})}
+        grader, hyperparameters = spec.pop("grader", GRADER), spec.pop("hyperparameters", {"batch_size": 2})
+        algorithm = spec.get("algorithm", {})
+        supervised = isinstance(algorithm, dict) and algorithm.get("name") in ("sft", "dpo")
+        method = {"supervised": {}} if supervised else {"reinforcement": {"grader": grader}}
+        for settings in method.values():
+            settings["hyperparameters"] = hyperparameters
         defaults = {
             "base_model": BASE.name, "training_file_sha256": files[0][1], "validation_file_sha256": files[1][1] if validation else None,
-            "seed": 7, "reinforcement": reinforcement, "lora": {"rank": 2, "target_modules": ["q_proj", "up_proj"]},
+            "seed": 7, **method, "lora": {"rank": 2, "target_modules": ["q_proj", "up_proj"]},
             "algorithm": {"group_size": 4}, "rollout": {"max_tokens": 20}, "checkpoint_interval": 2, "num_steps": 7,
         }  # fmt: skip
         job_spec = JobSpec.model_validate(defaults | spec)
