@@ -143,7 +143,7 @@ def _lora(body: JobCreate, start: Start) -> LoraSettings:
             message = "start_mode: stack puts a new adapter over another one; name that one as model or in start_from."
             raise InvalidInput(message, param="start_mode")
         new = asked or LoraSettings()
-        both = new.max_rank * (2 if new.init == "pissa" else 1) * new.num_experts + start.lora.max_rank
+        both = new.exported_rank + start.lora.max_rank
         if both > MAX_RANK:
             message = f"lora.rank: with the rank of the adapter underneath it comes to {both}, over the limit of {MAX_RANK}."
             raise InvalidInput(message, param="lora.rank")

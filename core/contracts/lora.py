@@ -102,7 +102,14 @@ class LoraSettings(Contract):
             raise ValueError(f"{' and '.join(special)} do not go together; choose one")
         if self.rank_budget is not None and self.rank_budget.mean_rank > self.rank:
             raise ValueError(f"rank_budget.mean_rank is {self.rank_budget.mean_rank:g}, over rank {self.rank}, the most a layer may have")
+        if self.kind == "lora" and self.exported_rank > MAX_RANK:
+            raise ValueError(f"the adapter would leave with rank {self.exported_rank}, over the limit of {MAX_RANK}; ask for a lower rank")
         return self
+
+    @property
+    def exported_rank(self) -> int:
+        """The greatest rank of a layer in the adapter that leaves: PiSSA's has twice its rank, a mixture's its experts' together."""
+        return self.max_rank * (2 if self.init == "pissa" else 1) * self.num_experts
 
     @property
     def max_rank(self) -> int:

@@ -122,6 +122,12 @@ def test_configs(lora: LoraSettings, expected: dict[str, Any]) -> None:
     assert {key: config[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("shape", [{"rank": 257, "init": "pissa"}, {"rank": 64, "num_experts": 9}])
+def test_what_could_not_leave_is_refused_at_once(shape: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="over the limit of 512"):
+        LoraSettings(**shape)
+
+
 def test_a_plain_adapter_is_cast_and_kept_without_a_copy() -> None:
     adapter = busy(LoraSettings(rank=4, alpha=4))
     name = "layers.0.self_attn.q_proj"
