@@ -105,6 +105,7 @@ def load_base(settings: Settings) -> tuple[BaseModel, Any, BaseModelInfo]:
         device=device.name,
         dtype=str(device.dtype).removeprefix("torch."),
         eos_tokens=_eos_tokens(folder, model.config, tokenizer),
+        num_params=model.num_params,
     )
     return model, tokenizer, info
 

@@ -100,6 +100,8 @@ class BaseModel:
         self.num_kv_heads = int(self.config.num_key_value_heads)
         self.head_dim = int(getattr(self.config, "head_dim", None) or self.config.hidden_size // self.config.num_attention_heads)
         self.vocab_size = int(self.lm_head_VH.shape[0])
+        # Counted here: a tied head once, and nothing that the engine adds.
+        self.num_params = sum(parameter.numel() for parameter in causal.parameters())
         self._decoder = Decoder(self._stack, self.config, self.head_dim)
 
     @contextmanager

@@ -32,6 +32,8 @@ class BaseModelInfo:
     device: str
     dtype: str
     eos_tokens: tuple[int, ...]
+    num_params: int
+    """Numbers in the base, embeddings included."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from engine.types import (
 
 WIDTH = 8
 WORDS = ("yes", "no", "perhaps", '{"answer": "yes"}')
-BASE = BaseModelInfo("scripted", "ba5e" * 16, 1, 256, 64, "cpu", "float32", (0,))
+BASE = BaseModelInfo("scripted", "ba5e" * 16, 1, 256, 64, "cpu", "float32", (0,), 10_000)
 
 
 @dataclass

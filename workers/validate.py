@@ -7,8 +7,10 @@ from core import leases
 from core.contracts import DatasetReport, JobSpec, JobStatus
 from core.db import after_commit
 from core.errors import EspalierError, InvalidInput, LeaseLost, Unavailable
+from core.events import add_event
 from core.jobs import transition
 from engine.graders import validate_grader
+from engine.guidance import advise
 from engine.types import Verbs
 from workers.claim import Claim, Heartbeat, claim, fenced
 from workers.context import RUN_JOB, Context
@@ -23,6 +25,7 @@ NUM_SHOWN_FAULTS = 3
 class _Checked:
     training: DatasetReport
     validation: DatasetReport | None
+    guidance: list[str]
 
 
 def validate_job(context: Context, job_id: str) -> JobStatus | None:
@@ -67,7 +70,9 @@ def _check(context: Context, spec: JobSpec, verbs: Verbs, heartbeat: Heartbeat) 
     training = check(spec.training_file_sha256, training=True)
     if not training.num_faults and spec.algorithm.samples:
         validate_grader(spec.grader, set(training.item_fields), param="method.reinforcement.grader")
-    return _Checked(training, check(spec.validation_file_sha256, training=False) if spec.validation_file_sha256 else None)
+    validation = check(spec.validation_file_sha256, training=False) if spec.validation_file_sha256 else None
+    guidance = [str(advice) for advice in advise(spec, info.num_params, info.num_layers, training.num_rows)] if training.num_rows else []
+    return _Checked(training, validation, guidance)
 
 
 def _conclude(context: Context, claimed: Claim, spec: JobSpec, checked: _Checked) -> JobStatus:
@@ -76,6 +81,7 @@ def _conclude(context: Context, claimed: Claim, spec: JobSpec, checked: _Checked
         job.report = {
             "training_file": checked.training.model_dump(mode="json"),
             "validation_file": checked.validation and checked.validation.model_dump(mode="json"),
+            "guidance": checked.guidance,
         }
         if job.cancel_requested:
             transition(session, job, JobStatus.CANCELLED, "Job cancelled.")
@@ -83,6 +89,8 @@ def _conclude(context: Context, claimed: Claim, spec: JobSpec, checked: _Checked
             transition(session, job, JobStatus.FAILED, error.message, error=error)
         else:
             job.num_steps = spec.total_steps(checked.training.num_rows)
+            for advice in checked.guidance:
+                add_event(session, job.id, advice)
             transition(session, job, JobStatus.QUEUED, f"Files are valid: {_summary(checked.training)}; {job.num_steps} steps.")
             after_commit(session, lambda: context.send(RUN_JOB, job.id))
         leases.release(session, claimed.held)

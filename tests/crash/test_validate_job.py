@@ -24,6 +24,9 @@ def test_valid_files_queue_the_job_and_wake_a_worker(platform: Platform) -> None
     assert job.num_steps == 3
     assert job.report is not None
     assert job.report["training_file"]["num_rows"] == 6
+    guidance = job.report["guidance"]
+    assert guidance[0].startswith("optimizer.learning_rate: ")
+    assert [event.message for event in platform.events(job_id) if event.message in guidance] == guidance, "told once, and nothing imposed"
     assert platform.sent == [(RUN_JOB, job_id)]
     assert validate_job(platform.context, job_id) is None, "a message that comes twice does nothing"
 
