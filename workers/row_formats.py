@@ -161,7 +161,7 @@ def _text_of(content: Any) -> str | None:
 def _plain(messages: Sequence[Mapping[str, Any]]) -> tuple[dict[str, str], ...]:
     # Chat templates of open models know system, not OpenAI's newer name for it.
     roles = {"developer": "system"}
-    return tuple({"role": roles.get(m["role"], m["role"]), "content": _text_of(m["content"]) or ""} for m in messages)
+    return tuple({"role": str(roles.get(m["role"], m["role"])), "content": _text_of(m["content"]) or ""} for m in messages)
 
 
 def _is_number(value: Any) -> bool:
