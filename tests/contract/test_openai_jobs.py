@@ -198,7 +198,7 @@ def reinforcement(**changes: Any) -> Any:
         ({"method": {"type": "supervised", "supervised": {"hyperparameters": {"beta": 1}}}}, 400, "method.supervised.hyperparameters.beta"),
         ({"method": {"type": "dpo"}, "extra_body": {"algorithm": {"name": "grpo"}}}, 400, "algorithm.name"),
         ({"extra_body": {"algorithm": {"name": "sft"}}}, 400, "algorithm.name"),
-        ({"method": {"type": "dpo"}, "extra_body": {"algorithm": {"entropy_bonus": 0.1}}}, 400, "algorithm.entropy_bonus"),
+        ({"method": {"type": "dpo"}, "extra_body": {"algorithm": {"clip_low": 0.1}}}, 400, "algorithm.clip_low"),
         (dpo(beta=0.3, algorithm={"beta": 0.2}), 400, "method.dpo.hyperparameters.beta"),
         ({"method": {"type": "supervised"}, "extra_body": {"warm_up": {"steps": 3}}}, 400, "warm_up.steps"),
         ({"method": {"type": "supervised"}, "extra_body": {"curriculum": {"mode": "pass_rate"}}}, 400, "curriculum.mode"),
